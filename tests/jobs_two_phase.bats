@@ -207,10 +207,10 @@ example() { # <program> [argument...]
   example distributed_train_helper.py jobs_config.json
   [ "$status" -eq 0 ]
   [[ "$output" == *"script             train.py; "*"leaks              15 jobs"* ]]
-  example distributed_train_helper.py jobs_config.json --script-path "$PWD/oct1_train.py"
+  example distributed_train_helper.py jobs_config.json --script "$PWD/oct1_train.py"
   base=$(grep -oE '^[0-9a-f]{12}' <<<"$output")
   two_phase=(run_two_phase_training.py --cluster-config cluster_config.json --jobs-config jobs_config.json
-    --script-path oct1_train.py)
+    --script oct1_train.py)
   example "${two_phase[@]}" --refuse-leaks
   [ "$status" -eq 2 ]
   [ ! -e results.journal ]

@@ -120,7 +120,7 @@ def test_completion_does_not_wait_for_a_fifo_or_terminal_in_place_of_a_file(home
         "doctor --exclude r": ["rack[1-2]"],
         "ssh --attach ": ["17", "latest", "train-1", "train-2"],
         "stop lat": ["latest"],
-        "two-phase --s": ["--script", "--script-path", "--skip-phase1", "--slots", "--sync"],
+        "two-phase --s": ["--script", "--skip-phase1", "--slots", "--sync"],
         "two-phase cache v": ["verify"],
         "jobs res": ["resume"],
         "jobs logs sm": ["small-0"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from distributed import terminal
+from distributed.files import KIT
 from distributed.trust import printable
 
 PROGRAM = "run_distributed_training.py"
@@ -40,10 +42,12 @@ class CallError(Exception):
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Raises CallError, where argparse would print and exit."""
+    """Raises CallError, where argparse would print and exit, also for words in scripts/lib/removed_words.txt."""
 
     def error(self, message: str) -> NoReturn:
-        raise CallError(message)
+        words = re.findall(r"[\w-]+", message)
+        lines = Path(KIT, "scripts/lib/removed_words.txt").read_text().splitlines()
+        raise CallError(next((line for line in lines if line.partition(": ")[0] in words), message))
 
 
 def journal_of(results: Path) -> Path:

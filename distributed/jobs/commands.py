@@ -84,7 +84,7 @@ def run_parser(two_phase: bool = False) -> CommandParser:
     parser.add_argument("--jobs-config", type=Path)
     parser.add_argument("--log-file", type=results_file, default=Path("results.json"))
     parser.add_argument("--backend", choices=BACKENDS, default="ssh")
-    parser.add_argument("--script", "--script-path")
+    parser.add_argument("--script")
     parser.add_argument("--slots", type=positive)
     parser.add_argument("--sync", action="store_true")
     parser.add_argument("--retries", type=non_negative)

@@ -6,7 +6,6 @@ usage: run_two_phase_training.py --cluster-config FILE --jobs-config FILE [optio
 
   --cluster-config FILE    servers (JSON); its section base_models lists the settings that determine a base model
   --jobs-config FILE       jobs (JSON); those with mode full_fine_tuning are experiments that start from a base model
-  --script-path PATH       script to run (default: script_path of the cluster config, or train.py)
   --skip-phase1            train no base models; all of them must be in the cache
   --refuse-leaks           refuse a list with an experiment whose held-out participant (a part of the data) is, or may
                            be, in the training data of its base model (default: print a warning, and mark the
@@ -73,7 +72,7 @@ usage: distributed_train_helper.py JOBS [option...]
   --cluster-config FILE  file with the section base_models, which lists the settings that determine a base model
                          (default: cluster_config.json in the directory of JOBS, if it exists)
   --base-models FILE     file with the section base_models, used instead of that of the cluster config
-  --script-path PATH     the script of the jobs (default: script_path of the cluster config, or train.py)
+  --script PATH          the script of the jobs (default: script_path of the cluster config, or train.py)
   --help                 show this help
 
 Exit codes: 0 success, 2 wrong call or configuration.
@@ -111,7 +110,7 @@ def cache_parser() -> CommandParser:
         "(default: cluster_config.json in the directory of the jobs, if it exists)")  # fmt: skip
     parser.add_argument("--base-models", type=Path, metavar="FILE", help="file with the section "
         "base_models, used instead of --cluster-config")  # fmt: skip
-    parser.add_argument("--script-path", metavar="PATH", help="script of the jobs (default: script_path of the cluster "
+    parser.add_argument("--script", metavar="PATH", help="script of the jobs (default: script_path of the cluster "
         "config, or train.py)")  # fmt: skip
     return parser
 
@@ -200,7 +199,7 @@ def read(options: argparse.Namespace) -> tuple[list[Job], bases.Rules]:
         refuse_planted([str(default)], [str(Path.cwd()), str(default.parent)])
         options.cluster_config = default
     cluster = read_cluster(options.cluster_config) if options.cluster_config else None
-    script = script_of(options.script_path, cluster)
+    script = script_of(options.script, cluster)
     jobs = read_jobs(options.jobs_config, default_participants(script))
     return jobs, bases.rules_of(options.base_models, cluster, script)
 
@@ -218,7 +217,7 @@ def execute_helper(arguments: list[str]) -> int:
     parser.add_argument("operands", nargs="*")
     for name in ("--cluster-config", "--base-models"):
         parser.add_argument(name, type=Path)
-    parser.add_argument("--script-path")
+    parser.add_argument("--script")
     options = parser.parse_intermixed_args(arguments)
     if not options.operands:
         raise CallError("JOBS: missing; give the JSON file with the jobs")
@@ -283,7 +282,7 @@ def report(plan: bases.BasePlan, rules: bases.Rules, cached: Mapping[str, Cached
     start = "all start" if with_base == len(plan.jobs) else f"{with_base} of them start"
     copies = sum(min(len(base.jobs), servers or 0) for base in found)  # each server gets a base model at most once
     lines = terminal.table([
-        ("script", f"{rules.script}; the names of base models depend on this path (--script-path)"),
+        ("script", f"{rules.script}; the names of base models depend on this path (--script)"),
         ("jobs", f"{len(plan.jobs)}; {start} from a base model"),
         ("base models", f"{len(found)}; {in_cache} in the cache, {len(found) - in_cache} to train"),
         ("trainings avoided", f"{with_base - len(found)} by sharing ({saved(found, rules)}), {in_cache} by the cache"),

@@ -60,6 +60,8 @@ def arguments(**changes: Any) -> list[str]:
     [
         ([], "--jobs-config: missing; give the JSON file with the jobs"),
         (["--no-such"], "unrecognized arguments: --no-such"),
+        ([*arguments(), "--script-path", "x.py"], "training.py: --script-path: replaced by --script PATH\nTry: "),
+        ([*arguments(), "--script-path=x.py"], "training.py: --script-path: replaced by --script PATH\nTry: "),
         (["run"], "run: unknown command; known commands: status, logs, why, cancel, retry, add, resume, close"),
         ([*arguments(), "--no-such"], "unrecognized arguments: --no-such"),
         (arguments(backend="ssh", slots=None), "--cluster-config: missing; give the JSON file with the servers, or"),
@@ -200,7 +202,7 @@ def test_the_trainer_of_muster_is_recognised_by_its_path_never_by_its_name(
     is_trainer = directory_of_fold != "fold0"
     assert two_phase.main([*call, "--refuse-leaks"]) == 2
     assert ("participants are unknown" in capsys.readouterr().err) == (not is_trainer)
-    assert two_phase.helper(["jobs.json", "--script-path", script]) == 0
+    assert two_phase.helper(["jobs.json", "--script", script]) == 0
     assert ("base_steps=300" in capsys.readouterr().out) == is_trainer
     write([job | {"fold": 10}], "ten.json", "train.py")  # accepted, as this train.py is not the trainer of Muster
 

@@ -96,7 +96,7 @@ def test_fifteen_jobs_on_three_base_models_are_reported(helper: Call) -> None:
     code, out, err = helper("jobs.json")
     assert (code, err) == (0, "")
     assert facts(out) == {
-        "script": "train.py; the names of base models depend on this path (--script-path)",
+        "script": "train.py; the names of base models depend on this path (--script)",
         "jobs": "15; all start from a base model",
         "base models": "3; 0 in the cache, 3 to train",
         "trainings avoided": "12 by sharing (12.0 GPU hours), 0 by the cache",

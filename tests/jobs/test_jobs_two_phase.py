@@ -684,7 +684,7 @@ def test_the_state_shows_the_training_that_a_job_waits_for(tmp_path: Path) -> No
 NAMES = ["01", "02", "03"]
 HELPER_CALL = ("distributed_train_helper.py", "jobs_config.json")
 CALL = ("run_two_phase_training.py", "--cluster-config", "cluster_config.json", "--jobs-config", "jobs_config.json",
-        "--script-path", "oct1_train.py", "--backend", "local", "--slots", "4", "--no-tmux")  # fmt: skip
+        "--script", "oct1_train.py", "--backend", "local", "--slots", "4", "--no-tmux")  # fmt: skip
 
 
 @pytest.fixture
@@ -712,9 +712,9 @@ def test_the_worked_example_starts_15_experiments_from_one_base_model_and_report
     """The base model is trained on all participants, also on those that the experiments hold out."""
     shown = worked_example(*HELPER_CALL)
     assert (shown.returncode, shown.stderr) == (0, "")
-    assert "script             train.py; " in shown.stdout  # the default, without --script-path
+    assert "script             train.py; " in shown.stdout  # the default, without --script
     assert "leaks              15 jobs\n" in shown.stdout
-    shown = worked_example(*HELPER_CALL, "--script-path", str(tmp_path / "oct1_train.py"))
+    shown = worked_example(*HELPER_CALL, "--script", str(tmp_path / "oct1_train.py"))
     [name] = re.findall(r"^([0-9a-f]{12})  no      15 ", shown.stdout, re.MULTILINE)
 
     refused = worked_example(*CALL, "--refuse-leaks")
