@@ -660,9 +660,9 @@ def test_the_configs_for_job_lists_are_valid(tmp_path: Path) -> None:
     [servers] = [lines for _, lines in blocks("LAUNCH_GUIDE.md", "json") if '"servers"' in " ".join(lines)]
     (tmp_path / "cluster.json").write_text("\n".join(servers))
     assert len(jobs_config.read_cluster(tmp_path / "cluster.json").servers) == 4
-    assert len(jobs_config.read_cluster(KIT / "config/cluster_config.json").servers) == 3
+    example = jobs_config.read_cluster(KIT / "config/cluster_config.json")
+    assert (len(example.servers), example.base_models.base) == (3, ["fold"])
     assert len(jobs_config.read_jobs(KIT / "config/jobs_config.json", DEFAULT_PARTICIPANTS)) == 9
-    assert jobs_config.read_base_models(KIT / "config/base_models.json").base == ["fold"]
 
 
 def test_the_example_that_writes_experiments_writes_two_phase_jobs_json(project: Path) -> None:

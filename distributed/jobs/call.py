@@ -6,7 +6,7 @@ import argparse
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -37,6 +37,12 @@ def say(line: str) -> None:
     print(printable(line), flush=True)
 
 
+def removed(words: Collection[str]) -> str:
+    """The message for the first of these words that Muster no longer has; empty if there is none."""
+    lines = Path(KIT, "scripts/lib/removed_words.txt").read_text().splitlines()
+    return next((line for line in lines if line.partition(": ")[0] in words), "")
+
+
 class CallError(Exception):
     """A wrong call."""
 
@@ -45,9 +51,7 @@ class CommandParser(argparse.ArgumentParser):
     """Raises CallError, where argparse would print and exit, also for words in scripts/lib/removed_words.txt."""
 
     def error(self, message: str) -> NoReturn:
-        words = re.findall(r"[\w-]+", message)
-        lines = Path(KIT, "scripts/lib/removed_words.txt").read_text().splitlines()
-        raise CallError(next((line for line in lines if line.partition(": ")[0] in words), message))
+        raise CallError(removed(re.findall(r"[\w-]+", message)) or message)
 
 
 def journal_of(results: Path) -> Path:

@@ -77,7 +77,6 @@ def run_parser(two_phase: bool = False) -> CommandParser:
     parser = CommandParser(add_help=False, allow_abbrev=False)
     parser.set_defaults(two_phase=two_phase, **BASE_OPTIONS)
     if two_phase:
-        parser.add_argument("--base-models", type=Path)
         for name in ("--skip-phase1", "--refuse-leaks", "--evict-after-copy"):
             parser.add_argument(name, action="store_true")
     parser.add_argument("--cluster-config", type=Path)

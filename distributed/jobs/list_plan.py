@@ -13,7 +13,7 @@ from typing import Any
 
 from distributed.files import KIT
 from distributed.host import sync_list
-from distributed.jobs.call import CallError, absolute, command_line, journal_of, program_name, say, show
+from distributed.jobs.call import CallError, absolute, command_line, journal_of, program_name, removed, say, show
 from distributed.jobs.host import outputs
 from distributed.jobs.journal import journal
 from distributed.jobs.journal.state import FINAL, JobState, ListState
@@ -43,7 +43,7 @@ from distributed.training.fold import default_participants
 
 SHOWN = 10  # maximum number of failed jobs in the summary, and of data leaks (see leak_warnings) in one message
 BASE_OPTIONS = {  # options of run_two_phase_training.py, with their defaults
-    "base_models": None, "skip_phase1": False, "refuse_leaks": False, "evict_after_copy": False,
+    "skip_phase1": False, "refuse_leaks": False, "evict_after_copy": False,
 }  # fmt: skip
 
 
@@ -98,7 +98,9 @@ def with_bases(config: ListConfig, jobs: Sequence[Job]) -> ListConfig:
     options, cache = config.options, config.cache
     warnings: list[str] = []
     if options.two_phase:
-        rules = bases.rules_of(options.base_models, config.cluster, config.script)
+        if vars(options).get("base_models"):  # an earlier version started the list
+            raise ConfigError(f"{options.log_file}: start the list again: {removed(['--base-models'])}")
+        rules = bases.rules_of(config.cluster, config.script)
         plan = bases.plan_of(jobs, rules)
         warnings = leak_warnings(plan, rules)
         if warnings and options.refuse_leaks:
@@ -117,7 +119,7 @@ def previously_added(config: ListConfig, state: ListState) -> list[Job]:
     ids = {job.id for job in config.jobs}
     added = {job: each for job, each in state.jobs.items() if each.job.file and job not in ids}
     options = config.options
-    rules = bases.rules_of(options.base_models, config.cluster, config.script) if options.two_phase else None
+    rules = bases.rules_of(config.cluster, config.script) if options.two_phase else None
     listed = [*config.jobs, *(each.job for each in added.values())]
     env: dict[str, Mapping[str, str]] = {}
     errors: dict[str, str] = {}
@@ -213,7 +215,7 @@ def with_digest(job: Job, cache: Cache) -> Job:
 
 
 def make_servers(config: ListConfig) -> list[JobServer]:
-    """The servers of a list. Raises ConfigError for a missing ssh_key file, and for faults in $MUSTER_FORWARD."""
+    """The servers of a list. Raises ConfigError, also for faults in $MUSTER_FORWARD."""
     options = config.options
     try:
         forwarded = forwarding.forwarded(os.environ)
@@ -226,6 +228,8 @@ def make_servers(config: ListConfig) -> list[JobServer]:
     if options.backend == "local":
         return [host_server.local_server(context, options.slots)]
     assert config.cluster
+    if not config.cluster.servers:
+        raise ConfigError(f"{options.cluster_config}: servers: missing; add it")
     if options.backend == "slurm":
         from distributed.jobs.servers.slurm_server import SlurmServer
 
@@ -363,10 +367,10 @@ def stored_config(state: ListState, path: Path) -> ListConfig:
     if Path.cwd() == caller_cwd and log_file.is_relative_to(caller_cwd):
         log_file = log_file.relative_to(caller_cwd)
     stored: dict[str, Any] = {"two_phase": False, "notify": "", **BASE_OPTIONS, **state.list_record["call"]}
-    for name in ("cluster_config", "jobs_config", "base_models"):
+    for name in ("cluster_config", "jobs_config"):
         stored[name] = Path(stored[name]) if stored.get(name) else None
     options = argparse.Namespace(**stored, plan=False, log_file=log_file)
-    files = (options.cluster_config, options.jobs_config, options.base_models, state.list_record["script"])
+    files = (options.cluster_config, options.jobs_config, state.list_record["script"])
     refuse_planted([str(file) for file in files if file], trusted)
     cluster = read_cluster(options.cluster_config) if options.cluster_config else None
     jobs = [job.job for job in state.jobs.values()]

@@ -12,7 +12,6 @@ usage: run_two_phase_training.py --cluster-config FILE --jobs-config FILE [optio
                            experiment in the results)
   --evict-after-copy       once a base model is in the cache of this machine and of the server that trained it,
                            remove the output directory of its training from that server
-  --base-models FILE       file with the section base_models, used instead of that of the cluster config
   --plan                   print the base models, and where each job would run; start nothing
   --help                   show this help; after a subcommand, its own help
 
@@ -71,7 +70,6 @@ usage: distributed_train_helper.py JOBS [option...]
                          are positions in the list (from 0), ids, names, or parts of names
   --cluster-config FILE  file with the section base_models, which lists the settings that determine a base model
                          (default: cluster_config.json in the directory of JOBS, if it exists)
-  --base-models FILE     file with the section base_models, used instead of that of the cluster config
   --script PATH          the script of the jobs (default: script_path of the cluster config, or train.py)
   --help                 show this help
 
@@ -108,8 +106,6 @@ def cache_parser() -> CommandParser:
     parser.add_argument("--jobs-config", type=Path, metavar="FILE", help="the jobs, for --keep-used")
     parser.add_argument("--cluster-config", type=Path, metavar="FILE", help="file with the section base_models "
         "(default: cluster_config.json in the directory of the jobs, if it exists)")  # fmt: skip
-    parser.add_argument("--base-models", type=Path, metavar="FILE", help="file with the section "
-        "base_models, used instead of --cluster-config")  # fmt: skip
     parser.add_argument("--script", metavar="PATH", help="script of the jobs (default: script_path of the cluster "
         "config, or train.py)")  # fmt: skip
     return parser
@@ -123,9 +119,9 @@ def execute_command(arguments: list[str]) -> int:
     options = commands.run_parser(two_phase=True).parse_args(arguments)
     if options.plan:
         config = list_plan.read_config(options)
-        rules = bases.rules_of(options.base_models, config.cluster, config.script)
+        rules = bases.rules_of(config.cluster, config.script)
         plan = bases.plan_of([job for job in config.jobs if not job.trains], rules)
-        servers = len(config.cluster.servers) if config.cluster else 1
+        servers = len(config.cluster.servers) if config.cluster and options.backend != "local" else 1
         print("\n".join([*report(plan, rules, cached_by_name(), servers), ""]))
     return list_start.run(options)
 
@@ -175,7 +171,7 @@ def prune(options: argparse.Namespace) -> int:
         raise CallError("--jobs-config: only with --keep-used; add --keep-used to remove what the list does not need")
     keep = None
     if options.keep_used:
-        jobs, rules = read(options)
+        jobs, rules, _ = read(options)
         keep = {base.name for base in bases.plan_of(jobs, rules).bases.values()}
         cached = {each.name for each in base_cache.cached(Path.cwd(), verify=False)}
         if cached and not keep & cached:
@@ -193,15 +189,15 @@ def prune(options: argparse.Namespace) -> int:
     return 0
 
 
-def read(options: argparse.Namespace) -> tuple[list[Job], bases.Rules]:
-    """The jobs and the rules for their base models. Sets a missing options.cluster_config. Raises ConfigError."""
+def read(options: argparse.Namespace) -> tuple[list[Job], bases.Rules, int | None]:
+    """The jobs, the rules for their base models, and the number of servers; None: unknown. Raises ConfigError."""
     if not options.cluster_config and (default := options.jobs_config.parent / "cluster_config.json").is_file():
         refuse_planted([str(default)], [str(Path.cwd()), str(default.parent)])
         options.cluster_config = default
     cluster = read_cluster(options.cluster_config) if options.cluster_config else None
     script = script_of(options.script, cluster)
     jobs = read_jobs(options.jobs_config, default_participants(script))
-    return jobs, bases.rules_of(options.base_models, cluster, script)
+    return jobs, bases.rules_of(cluster, script), len(cluster.servers) or None if cluster else None
 
 
 # ---------------------------------------------------------------- distributed_train_helper.py
@@ -215,8 +211,7 @@ def helper(arguments: Sequence[str]) -> int:
 def execute_helper(arguments: list[str]) -> int:
     parser = CommandParser(add_help=False, allow_abbrev=False)
     parser.add_argument("operands", nargs="*")
-    for name in ("--cluster-config", "--base-models"):
-        parser.add_argument(name, type=Path)
+    parser.add_argument("--cluster-config", type=Path)
     parser.add_argument("--script")
     options = parser.parse_intermixed_args(arguments)
     if not options.operands:
@@ -224,13 +219,12 @@ def execute_helper(arguments: list[str]) -> int:
     if options.operands[1:] and (len(options.operands) != 4 or options.operands[1] != "explain"):
         raise CallError(f"unknown arguments: {' '.join(options.operands[1:])}; expected explain A B")
     options.jobs_config = Path(options.operands[0])
-    jobs, rules = read(options)
+    jobs, rules, servers = read(options)
     if options.operands[1:]:
         one, other = (planned_job(jobs, selector) for selector in options.operands[2:])
         print("\n".join(explain(one, other, rules)))
         return 0
     plan = bases.plan_of(jobs, rules)
-    servers = len(read_cluster(options.cluster_config).servers) if options.cluster_config else None
     print("\n".join(report(plan, rules, cached_by_name(), servers)))
     return 0
 

@@ -28,7 +28,7 @@ from distributed.jobs.lists.bases import (
     plan_of,
     training_job,
 )
-from distributed.jobs.lists.config import BaseModels, ConfigError, read_base_models, read_cluster, read_entries
+from distributed.jobs.lists.config import BaseModels, ConfigError, read_cluster, read_entries
 from distributed.jobs.lists.job import Job, JobError, Options, arguments
 from distributed.training.fold import DEFAULT_PARTICIPANTS
 
@@ -325,21 +325,11 @@ def test_listing_fold_or_participant_under_base_adds_the_other_unless_it_is_list
     ],
 )
 def test_an_invalid_section_is_refused(section: dict[str, Any], message: str, tmp_path: Path) -> None:
-    separate, cluster = tmp_path / "base_models.json", tmp_path / "cluster.json"
-    separate.write_text(json.dumps(section))
+    cluster = tmp_path / "cluster.json"
     cluster.write_text(json.dumps({"servers": [{"host": "a"}], "base_models": section}))
-    with pytest.raises(ConfigError, match=re.escape(message)) as refused:
-        read_base_models(separate)
-    assert str(refused.value).startswith(f"{separate}: ")
     with pytest.raises(ConfigError, match=re.escape(message)) as refused:
         read_cluster(cluster)
     assert str(refused.value).startswith(f"{cluster}: base_models")
-
-
-def test_a_section_that_is_not_an_object_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "x.json").write_text("[]")
-    with pytest.raises(ConfigError, match=r"x.json: contains a list; expected an object with base, experiment"):
-        read_base_models(tmp_path / "x.json")
 
 
 def test_a_hash_that_does_not_match_the_settings_is_refused() -> None:

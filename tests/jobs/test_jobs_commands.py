@@ -40,6 +40,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "experiments" / "file").touch()
     (tmp_path / "link.json").symlink_to("no/results.json")
     (tmp_path / "page.html").touch()
+    (tmp_path / "no_servers.json").write_text("{}")
     (tmp_path / ".git").mkdir()
     foreign = tmp_path / "experiments" / "p" / "fold0_a"
     foreign.mkdir(parents=True)
@@ -90,6 +91,8 @@ def arguments(**changes: Any) -> list[str]:
         (arguments(backend="ssh", cluster_config="servers.json"), "--slots: only for --backend local; set slots_per_"),
         (arguments(backend="ssh", cluster_config="servers.json", slots=None, jobs_config="one.json"),
          "servers.json: a: ssh_key=no_such_key: no such file"),
+        (arguments(backend="slurm", cluster_config="no_servers.json", slots=None),
+         "no_servers.json: servers: missing; add it"),
         (arguments(), "no server has the labels x"),
         (arguments(jobs_config="one.json", log_file="one.json"),
          "--log-file one.json: one.json exists, but not its journal (one.journal); move it away, or give another"),

@@ -17,6 +17,10 @@ from typing import Any
 import pytest
 
 from distributed.jobs import two_phase
+from distributed.jobs.commands import run_parser
+from distributed.jobs.journal.journal import Journal
+from distributed.jobs.journal.state import job_records
+from distributed.jobs.list_start import NOT_STORED
 from distributed.jobs.lists import bases
 from distributed.jobs.lists.bases import Rules, plan_of
 from distributed.jobs.lists.config import BaseModels, read_jobs
@@ -173,15 +177,31 @@ def test_a_list_that_cannot_be_checked_for_leaks_is_refused_only_with_refuse_lea
 
 
 def test_a_plan_contains_no_training_of_cached_base_models(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("base.json").write_text(json.dumps({**PER_FOLD, "options": {"_expected_seconds": 60}}))
+    section = {**PER_FOLD, "options": {"_expected_seconds": 60}}
+    Path("base.json").write_text(json.dumps({"base_models": section}))
     first, *others = digests(**PER_FOLD)
     train(first)
-    call = ["--backend", "local", "--slots", "1", "--jobs-config", "jobs.json", "--base-models", "base.json", "--plan"]
-    assert two_phase.main(call) == 0
+    call = ["--backend", "local", "--slots", "1", "--jobs-config", "jobs.json", "--cluster-config", "base.json"]
+    assert two_phase.main([*call, "--plan"]) == 0
     shown = capsys.readouterr().out
     assert f"base_training/{first[:12]}" not in shown
     assert all(f"base_training/{other[:12]}" in shown for other in others)
     assert "17 jobs on 1 slot" in shown
+
+
+def test_a_list_that_an_earlier_version_started_with_another_file_of_base_models_is_not_resumed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Without the file, its jobs would start from other base models."""
+    call = ["--backend", "local", "--jobs-config", "jobs.json"]
+    options = vars(run_parser(two_phase=True).parse_args(call)) | {"jobs_config": "jobs.json", "base_models": "b.json"}
+    stored = {name: value for name, value in options.items() if name not in NOT_STORED}
+    jobs = job_records(read_jobs(Path("jobs.json"), DEFAULT_PARTICIPANTS))
+    with Journal.open(Path("results.journal")) as journal:
+        journal.add("list", list="ab", cwd=str(Path.cwd()), call=stored, backend="local", script="train.py", jobs=jobs)
+        journal.commit()
+    assert two_phase.main(["resume"]) == 2
+    assert "results.json: start the list again: --base-models: replaced by the section" in capsys.readouterr().err
 
 
 def test_a_list_without_base_models_is_reported(helper: Call) -> None:
@@ -234,8 +254,8 @@ def test_output_collisions_and_unclassified_keys_are_refused(helper: Call) -> No
     code, out, err = helper("jobs.json")
     assert (code, out) == (2, "")
     assert "key 'dropout' of job batch10/fold0_special-methods and 14 more: not classified; list it in" in err
-    Path("own.json").write_text(json.dumps({"base": ["fold"], "ignored": ["dropout"]}))
-    assert helper("jobs.json", "--base-models", "own.json")[0] == 0
+    cluster({"base": ["fold"], "ignored": ["dropout"]}, name="own.json")
+    assert helper("jobs.json", "--cluster-config", "own.json")[0] == 0
 
 
 def test_the_cluster_config_in_the_directory_of_the_list_is_the_default(helper: Call) -> None:
@@ -291,8 +311,8 @@ def test_explain_finds_a_job_by_its_id(helper: Call) -> None:
         (["--no-such"], "unrecognized arguments: --no-such"),
         (["none.json"], "none.json: cannot read it (No such file or directory); the working "),
         (["jobs.json", "--cluster-config", "none.json"], "none.json: cannot read it (No such file or directory)"),
-        (["jobs.json", "--base-models", "none.json"], "none.json: cannot read it (No such file or directory)"),
-        (["jobs.json", "--base-models", "jobs.json"], "jobs.json: contains a list; expected an object with base, "),
+        (["jobs.json", "--cluster-config", "jobs.json"], "jobs.json: contains a list; expected an object with servers"),
+        (["jobs.json", "--base-models", "base.json"], "--base-models: replaced by the section base_models of the file"),
     ],
 )  # fmt: skip
 def test_a_wrong_call_of_the_helper_is_refused_and_has_no_effect(
@@ -417,7 +437,7 @@ def test_a_missing_cache_is_empty_and_not_created(what: str, capsys: pytest.Capt
         (["prune", "--keep-used"], "--keep-used: needs --jobs-config FILE"),
         (["prune", "--jobs-config", "jobs.json"], "--jobs-config: only with --keep-used"),
         (["prune", "--keep-used", "--jobs-config", "none.json"], "none.json: cannot read it"),
-        (["prune", "--keep-used", "--jobs-config", "jobs.json", "--base-models", "jobs.json"], "jobs.json: "),
+        (["prune", "--keep-used", "--jobs-config", "jobs.json", "--cluster-config", "jobs.json"], "jobs.json: "),
         (["list", "--verify"], "unrecognized arguments: --verify"),
     ],
 )

@@ -22,7 +22,7 @@ from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from distributed.jobs.lists.config import BaseModels, ClusterConfig, options_of, raise_faults, read_base_models
+from distributed.jobs.lists.config import BaseModels, ClusterConfig, options_of, raise_faults
 from distributed.jobs.lists.job import DEVICE, Job, Options, arguments, job_id
 from distributed.terminal import plural
 from distributed.training import fold
@@ -142,10 +142,9 @@ class Rules:
         return arguments_in({**defaults, **explicit})
 
 
-def rules_of(base_models: Path | None, cluster: ClusterConfig | None, script: str) -> Rules:
-    """The rules in the file base_models or, if it is None, in the cluster config. Raises ConfigError."""
-    section = read_base_models(base_models) if base_models else cluster.base_models if cluster else BaseModels()
-    return Rules.of(section, script)
+def rules_of(cluster: ClusterConfig | None, script: str) -> Rules:
+    """The rules in the cluster config. Raises ConfigError."""
+    return Rules.of(cluster.base_models if cluster else BaseModels(), script)
 
 
 @cache

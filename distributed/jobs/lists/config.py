@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator, model_validator
 
@@ -165,7 +165,7 @@ class BaseModels(StrictModel):
 class ClusterConfig(StrictModel):
     """cluster_config.json."""
 
-    servers: list[Server] = Field(min_length=1)
+    servers: list[Server] = Field(default_factory=list)  # not needed for --backend local
     script_path: Text = "train.py"
     defaults: ServerOptions = Field(default_factory=ServerOptions)
     sbatch: list[Text] = Field(default_factory=list)  # options of sbatch for --backend slurm
@@ -269,25 +269,13 @@ def refuse_planted(paths: Iterable[str], trusted: Iterable[str]) -> None:
 
 def read_cluster(path: Path) -> ClusterConfig:
     """Read cluster_config.json. Raises ConfigError."""
-    return _read_model(path, ClusterConfig, "servers")
-
-
-def read_base_models(path: Path) -> BaseModels:
-    """Read a file that contains only the section base_models. Raises ConfigError."""
-    return _read_model(path, BaseModels, ", ".join(BaseModels.model_fields), within="base_models")
-
-
-Model = TypeVar("Model", bound=BaseModel)
-
-
-def _read_model(path: Path, model: type[Model], keys: str, within: str = "") -> Model:
     tree = _parse(path)
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: contains {_kind(tree)}; expected an object with {keys}")
+        raise ConfigError(f"{path}: contains {_kind(tree)}; expected an object with servers")
     try:
-        return model.model_validate(tree)
+        return ClusterConfig.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(error, str(path), within=within))) from None
+        raise ConfigError("\n".join(_explain(error, str(path)))) from None
 
 
 def read_jobs(
@@ -493,12 +481,11 @@ def _kind(value: Any) -> str:
     return names.get(type(value), "a number")
 
 
-def _explain(error: ValidationError, source: str, prefix: str = "", within: str = "") -> Iterator[str]:
-    """One line per fault. prefix: precedes each key, such as `_`. within: the only section that the file contains."""
+def _explain(error: ValidationError, source: str, prefix: str = "") -> Iterator[str]:
+    """One line per fault. prefix: precedes each key, such as `_`."""
     for fault in error.errors():
         location = [str(part) for part in fault["loc"]]
         key = prefix + ".".join(location)
-        location = [within, *location] if within else location
         start = f"{source}: {key}" if source and key else key or source
         if fault["type"] == "extra_forbidden":
             yield f"{start}: unknown key; {_suggestion(location, prefix)}"
