@@ -287,7 +287,7 @@ def test_most_commands_of_the_guides_are_run() -> None:
     """A change of the parser above must not silently leave commands out."""
     assert len(RUNNABLE) > 20
     assert {module_of(one.words) for one in RUNNABLE} >= set(HARMLESS_MODULES)
-    assert len(RUNNABLE) > 0.5 * len(every_command(*RUN))
+    assert len(RUNNABLE) > 0.45 * len(every_command(*RUN))
 
 
 @pytest.mark.parametrize("name", RUN)

@@ -30,7 +30,8 @@ usage: run_distributed_training.py --cluster-config FILE --jobs-config FILE [opt
 
   status                 show the state of every job, and where it runs
   logs JOB [--follow]    print the output of the last attempt of a job; --attempt N: that of attempt N
-  why JOB                explain the state of a job, and show its attempts
+  why JOB [OTHER]        explain the state of a job, and show its attempts; with another job: in which settings the
+                         two differ, and their base models
   cancel JOB...|all      stop jobs, and verify that none of their processes remain
   retry failed|JOB...    run failed or cancelled jobs again, at the next `resume` if the list has ended
   add FILE               add the jobs of a file to the list, also while the list runs; the option _after of these jobs
@@ -108,6 +109,8 @@ def subcommand_parser(name: str) -> CommandParser | None:
     job = "an id, a name, or an unambiguous part of one: the start of an id, or any part of a name"
     if name in ("logs", "why"):
         parser.add_argument("job", metavar="JOB", help=job)
+    if name == "why":
+        parser.add_argument("other", nargs="?", metavar="OTHER", help="another job, to compare the settings of both")
     if name in ("cancel", "retry"):
         every = "all: every unfinished job" if name == "cancel" else "failed: all failed jobs"
         parser.add_argument("jobs", nargs="+", metavar="JOB", help=f"{job}; {every}")

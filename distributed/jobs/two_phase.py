@@ -49,7 +49,7 @@ from distributed.jobs.call import CallError, CommandParser
 from distributed.jobs.host.host_attempt import is_metric
 from distributed.jobs.lists import bases
 from distributed.jobs.lists.config import read_cluster, read_jobs, refuse_planted, script_of
-from distributed.jobs.lists.job import Job, matching
+from distributed.jobs.lists.job import Job
 from distributed.jobs.schedule import base_cache
 from distributed.jobs.schedule.base_cache import Cached
 from distributed.jobs.show import console
@@ -63,11 +63,8 @@ NUMBERS_WIDTH = 30  # maximum width of the column `numbers` in the table of base
 HELPER_HELP = """Show which jobs of a list share a base model, and what sharing saves.
 
 usage: distributed_train_helper.py JOBS [option...]
-       distributed_train_helper.py JOBS explain A B
 
   JOBS                   file with the jobs (JSON), such as jobs_config.json
-  explain A B            show in which settings two jobs differ, and whether they need different base models. A and B
-                         are positions in the list (from 0), ids, names, or parts of names
   --cluster-config FILE  file with the section base_models, which lists the settings that determine a base model
                          (default: cluster_config.json in the directory of JOBS, if it exists)
   --script PATH          the script of the jobs (default: script_path of the cluster config, or train.py)
@@ -210,55 +207,13 @@ def helper(arguments: Sequence[str]) -> int:
 
 def execute_helper(arguments: list[str]) -> int:
     parser = CommandParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("operands", nargs="*")
+    parser.add_argument("jobs_config", type=Path, metavar="JOBS")
     parser.add_argument("--cluster-config", type=Path)
     parser.add_argument("--script")
-    options = parser.parse_intermixed_args(arguments)
-    if not options.operands:
-        raise CallError("JOBS: missing; give the JSON file with the jobs")
-    if options.operands[1:] and (len(options.operands) != 4 or options.operands[1] != "explain"):
-        raise CallError(f"unknown arguments: {' '.join(options.operands[1:])}; expected explain A B")
-    options.jobs_config = Path(options.operands[0])
-    jobs, rules, servers = read(options)
-    if options.operands[1:]:
-        one, other = (planned_job(jobs, selector) for selector in options.operands[2:])
-        print("\n".join(explain(one, other, rules)))
-        return 0
+    jobs, rules, servers = read(parser.parse_args(arguments))
     plan = bases.plan_of(jobs, rules)
     print("\n".join(report(plan, rules, cached_by_name(), servers)))
     return 0
-
-
-def planned_job(jobs: Sequence[Job], selector: str) -> Job:
-    """The only job with this position, id, name or part of a name. Raises CallError."""
-    numbers = f"a number from 0 to {len(jobs) - 1}"
-    if selector.isdecimal():  # an id, a complete name or a position, but not a part of a name
-        named = [job for job in jobs if selector in (job.id, job.name)]
-        found = named or list(jobs[int(selector) : int(selector) + 1])
-    else:
-        found = matching(jobs, selector)
-    if len(found) == 1:
-        return found[0]
-    if not found:
-        raise CallError(f"{selector}: no such job; give {numbers}, an id, or a part of a name")
-    names = ", ".join(job.name for job in found[:SHOWN]) + (", ..." if found[SHOWN:] else "")
-    raise CallError(f"{selector}: matches {len(found)} jobs ({names}); give a longer part of the name, or {numbers}")
-
-
-def explain(one: Job, other: Job, rules: bases.Rules) -> list[str]:
-    """Whether two jobs share a base model, and the settings in which they differ. Raises ConfigError as plan_of()."""
-    plan = bases.plan_of([one, other], rules)
-    if unused := [job.name for job in plan.jobs if not job.base]:
-        return [f"{name}: uses no base model: {no_base_reason(rules)}" for name in unused]
-    names = [base.name for base in plan.bases.values()]
-    answer = f"one base model: {names[0]}" if len(names) == 1 else f"two base models: {names[0]} and {names[1]}"
-    found = bases.differences(one, other, rules)
-    table = [("differs in", "class", one.name, other.name), *found]
-    return [answer, "", *terminal.table(table)] if found else [answer]
-
-
-def no_base_reason(rules: bases.Rules) -> str:
-    return f"its mode is not {' or '.join(rules.section.modes or ())}; see modes in base_models"
 
 
 def cached_by_name() -> dict[str, Cached]:
@@ -271,7 +226,8 @@ def report(plan: bases.BasePlan, rules: bases.Rules, cached: Mapping[str, Cached
     found, leaks, unknown = list(plan.bases.values()), bases.leaks(plan), bases.not_checked(plan, rules)
     with_base = sum(len(base.jobs) for base in found)
     if not found:
-        return [f"{terminal.plural(len(plan.jobs), 'job')}; none starts from a base model: {no_base_reason(rules)}"]
+        no_base = f"none starts from a base model: its mode is not {' or '.join(rules.section.modes or ())}"
+        return [f"{terminal.plural(len(plan.jobs), 'job')}; {no_base}; see modes in base_models"]
     in_cache = sum(base.name in cached for base in found)
     start = "all start" if with_base == len(plan.jobs) else f"{with_base} of them start"
     copies = sum(min(len(base.jobs), servers or 0) for base in found)  # each server gets a base model at most once

@@ -16,10 +16,11 @@ from typing import Any
 
 import pytest
 
-from distributed.jobs import two_phase
+from distributed.jobs import commands, two_phase
 from distributed.jobs.commands import run_parser
 from distributed.jobs.journal.journal import Journal
 from distributed.jobs.journal.state import job_records
+from distributed.jobs.list_plan import read_config
 from distributed.jobs.list_start import NOT_STORED
 from distributed.jobs.lists import bases
 from distributed.jobs.lists.bases import Rules, plan_of
@@ -81,6 +82,18 @@ def train(digest: str, **facts: Any) -> Path:
         (output / name).write_text("x" * 250_000)
     Cache(Path.cwd()).publish(digest, str(output), **facts)
     return Path(CACHE, digest[:12])
+
+
+def start_list(*arguments: str, two_phase: bool = False, **older: str) -> None:
+    """Write the journal of a list that waits. older: options of an earlier version."""
+    options = run_parser(two_phase).parse_args(["--backend", "local", "--jobs-config", "jobs.json", *arguments])
+    config = read_config(options)
+    with Journal.open(Path("results.journal")) as journal:
+        call = {name: value and str(value) for name, value in vars(options).items() if name not in NOT_STORED}
+        call |= {"two_phase": two_phase, **older}
+        journal.add("list", list="ab", cwd=str(Path.cwd()), call=call, backend="local", script=config.script,
+                    jobs=job_records(config.jobs))  # fmt: skip
+        journal.commit()
 
 
 def facts(text: str) -> dict[str, str]:
@@ -193,13 +206,7 @@ def test_a_list_that_an_earlier_version_started_with_another_file_of_base_models
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Without the file, its jobs would start from other base models."""
-    call = ["--backend", "local", "--jobs-config", "jobs.json"]
-    options = vars(run_parser(two_phase=True).parse_args(call)) | {"jobs_config": "jobs.json", "base_models": "b.json"}
-    stored = {name: value for name, value in options.items() if name not in NOT_STORED}
-    jobs = job_records(read_jobs(Path("jobs.json"), DEFAULT_PARTICIPANTS))
-    with Journal.open(Path("results.journal")) as journal:
-        journal.add("list", list="ab", cwd=str(Path.cwd()), call=stored, backend="local", script="train.py", jobs=jobs)
-        journal.commit()
+    start_list(two_phase=True, base_models="own.json")
     assert two_phase.main(["resume"]) == 2
     assert "results.json: start the list again: --base-models: replaced by the section" in capsys.readouterr().err
 
@@ -265,50 +272,44 @@ def test_the_cluster_config_in_the_directory_of_the_list_is_the_default(helper: 
     assert facts(helper("jobs.json", "--cluster-config", "other.json")[1])["copies"] == "at most 1, to 1 server"
 
 
-# ---------------------------------------------------------------- explain
+# ---------------------------------------------------------------- why JOB OTHER
 
 
-def test_explain_shows_the_differences_of_two_jobs(helper: Call) -> None:
+def test_why_shows_the_base_models_of_two_jobs_and_the_settings_in_which_they_differ(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     cluster(PER_FOLD)
-    first, second, _ = (digest[:12] for digest in digests(**PER_FOLD))
-    code, out, _ = helper("jobs.json", "explain", "0", "6")
-    assert code == 0
-    assert out.splitlines() == [
-        f"two base models: {first} and {second}",
-        "",
+    first, second, _ = digests(**PER_FOLD)
+    start_list("--cluster-config", "cluster_config.json", two_phase=True)
+    assert two_phase.main(["why", "batch10/fold0", "batch29/fold1"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"base models: {first[:12]} and {second[:12]}",
         "differs in        class       batch10/fold0_special-methods  batch29/fold1_compound-statements",
         'held-out          base        "special-methods"              "compound-statements"',
         'prefix            experiment  "batch10"                      "batch29"',
         "target_batch_pct  experiment  0.1                            0.29",
     ]
-    assert helper("jobs.json", "explain", "0", "1")[1].startswith(f"one base model: {first}\n\ndiffers in")
-    assert helper("jobs.json", "explain", "0", "0")[1] == f"one base model: {first}\n"
 
 
-@pytest.mark.parametrize("other", ["1", "batch29/fold0_special-methods", "29/fold0"])
-def test_explain_finds_a_job_by_number_name_or_part_of_its_name(other: str, helper: Call) -> None:
-    code, out, _ = helper("jobs.json", "explain", "0", other)
-    assert code == 0
-    assert "  batch29/fold0_special-methods\n" in out
-
-
-def test_explain_finds_a_job_by_its_id(helper: Call) -> None:
-    job = read_jobs(Path("jobs.json"), DEFAULT_PARTICIPANTS)[1]
-    assert f"  {job.name}\n" in helper("jobs.json", "explain", "0", job.id)[1]
+def test_why_shows_the_settings_in_which_two_jobs_without_base_models_differ(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    start_list()
+    assert commands.main(["why", "batch10/fold0", "batch29/fold0"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "differs in        batch10/fold0_special-methods  batch29/fold0_special-methods",
+        'prefix            "batch10"                      "batch29"',
+        "target_batch_pct  0.1                            0.29",
+    ]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["jobs.json", "explain", "0", "fold1"],
-         "fold1: matches 5 jobs (batch10/fold1_compound-statements, "
-         "batch29/fold1_compound-statements, batch50/fold1_compound-statements, batch75/fold1_compound-statements, "
-         "...); give a longer part of the name, or a number from 0 to 14"),
-        (["jobs.json", "explain", "0", "15"], "15: no such job; give a number from 0 to 14, an id, or a part"),
-        (["jobs.json", "explain", "0"], "unknown arguments: explain 0; expected explain A B"),
-        (["jobs.json", "compare", "0", "1"], "unknown arguments: compare 0 1; expected explain A B"),
-        ([], "JOBS: missing; give the JSON file with the jobs"),
-        (["--no-such"], "unrecognized arguments: --no-such"),
+        (["jobs.json", "explain", "0", "6"], "explain: replaced by `why JOB OTHER` of run_two_phase_training.py, once"),
+        (["jobs.json", "compare", "0", "1"], "unrecognized arguments: compare 0 1"),
+        ([], "the following arguments are required: JOBS"),
+        (["jobs.json", "--no-such"], "unrecognized arguments: --no-such"),
         (["none.json"], "none.json: cannot read it (No such file or directory); the working "),
         (["jobs.json", "--cluster-config", "none.json"], "none.json: cannot read it (No such file or directory)"),
         (["jobs.json", "--cluster-config", "jobs.json"], "jobs.json: contains a list; expected an object with servers"),
@@ -323,21 +324,6 @@ def test_a_wrong_call_of_the_helper_is_refused_and_has_no_effect(
     assert (code, out) == (2, "")
     assert message in err
     assert sorted(directory.rglob("*")) == before
-
-
-def test_a_number_is_never_matched_with_a_part_of_a_name(helper: Call) -> None:
-    """29 is a part of three names: batch29/fold0, batch29/fold1, batch29/fold2."""
-    for number in ("29", "15"):
-        code, out, err = helper("jobs.json", "explain", "0", number)
-        assert (code, out) == (2, "")
-        assert f"{number}: no such job; give a number from 0 to 14" in err
-
-
-def test_explain_reports_a_job_without_a_base_model(helper: Call) -> None:
-    write([{"mode": "from_scratch", "prefix": "x", "fold": 0}, *fifteen_jobs()], "jobs.json")
-    assert helper("jobs.json", "explain", "1", "0")[1] == (
-        "x/fold0_special-methods: uses no base model: its mode is not full_fine_tuning; see modes in base_models\n"
-    )
 
 
 # ---------------------------------------------------------------- the programs themselves
