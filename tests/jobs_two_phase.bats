@@ -77,16 +77,6 @@ hash() { # print the hash of the only base model
 }
 
 
-# Verify all published base models, on this machine and on these nodes.
-all_valid() { # <node...>
-  local node
-  run -0 list cache verify
-  for node; do
-    run -0 on "$node" env --chdir "$WORK" "${DISPATCH[@]}" cache verify
-  done
-}
-
-
 # ---------------------------------------------------------------- without faults
 
 
@@ -314,8 +304,8 @@ kill_rsync() { # <here or there>: kill the sender on this machine, or the receiv
   [ "$(trainings)" -eq 1 ]
   all_valid "$N2"
   sh -c "$flip"
-  run -1 list cache verify
-  [[ "$output" == *"damaged"* ]]
+  run "$KIT/scripts/doctor.sh"
+  [[ "$output" == *"warning  base models"*"damaged"*"muster two-phase cache prune"* ]]
   experiments 1 | sed 's/"e1/"e4/g' | job_list
   run -2 dispatch --log-file skip.json --skip-phase1
   [[ "$output" == *"base $(hash) of 1 job, the first e4/"*"damaged"* ]]

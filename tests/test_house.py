@@ -35,7 +35,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "checkpoint": {"exit_codes", "files", "torch", "training", "trust"},
     "compiler_cache": {"trust"},
     "files": {"trust"},
-    "health": {"exit_codes", "host", "launch", "nodelist", "terminal", "transport", "trust"},
+    "health": {"exit_codes", "host", "launch", "nodelist", "terminal", "training", "transport", "trust"},
     "host": {"exit_codes", "trust"},
     "jobs": {
         "exit_codes", "files", "host", "jobs.dispatch", "jobs.host", "jobs.journal", "jobs.lists", "jobs.schedule",

@@ -1,7 +1,7 @@
 """Train each base model of a job list once, then run the experiments that start from it.
 
 usage: run_two_phase_training.py --cluster-config FILE --jobs-config FILE [option...]
-       run_two_phase_training.py cache list|verify|prune [option...]
+       run_two_phase_training.py cache list|prune [option...]
        run_two_phase_training.py status|logs|why|cancel|retry|add|resume|close ...
 
   --cluster-config FILE    servers (JSON); its section base_models lists the settings that determine a base model
@@ -23,16 +23,14 @@ of these settings and of the script's path. An experiment starts when its base m
 server gets one copy. The script reads the base model from the directory $MUSTER_BASE_MODEL; $MUSTER_BASE_MODEL_DIGEST
 has the full hash.
 
-  cache list               list the base models in the cache
-  cache verify             compare all files of the base models with their checksums
-  cache prune              remove damaged base models and incomplete copies; with --keep-used --jobs-config JOBS
+  cache list               list the base models in the cache; scripts/doctor.sh compares their files with checksums
+  cache prune              remove damaged base models and incomplete copies; with --jobs-config JOBS
                            [--cluster-config FILE], also base models that no job of JOBS needs
 
 The results of each phase are also written to phase1_base_models.json and phase2_experiments.json, in the directory of
 the results; with --log-file NAME.json, to NAME.phase1_base_models.json and NAME.phase2_experiments.json.
 
-Exit codes: those of run_distributed_training.py; `cache list` and `cache verify` exit with 1 if a base model is
-damaged.
+Exit codes: those of run_distributed_training.py; `cache list` exits with 1 if a manifest is damaged.
 """
 
 from __future__ import annotations
@@ -96,11 +94,11 @@ def subcommand_parser(name: str) -> CommandParser | None:
 def cache_parser() -> CommandParser:
     """The parser of `cache`."""
     parser = CommandParser(prog=f"{call.TWO_PHASE} cache", allow_abbrev=False)
-    parser.description = "List, verify or prune the base models in the cache of the working directory."
-    parser.add_argument("what", choices=("list", "verify", "prune"), help="list the base models; compare all their "
-        "files with their checksums; remove damaged base models and incomplete copies")  # fmt: skip
-    parser.add_argument("--keep-used", action="store_true", help="also prune base models that no job needs")
-    parser.add_argument("--jobs-config", type=Path, metavar="FILE", help="the jobs, for --keep-used")
+    parser.description = "List or prune the base models in the cache of the working directory."
+    parser.add_argument("what", choices=("list", "prune"), help="list the base models; remove damaged base models and "
+        "incomplete copies")  # fmt: skip
+    parser.add_argument("--jobs-config", type=Path, metavar="FILE", help="also prune base models that no job of this "
+        "list needs")  # fmt: skip
     parser.add_argument("--cluster-config", type=Path, metavar="FILE", help="file with the section base_models "
         "(default: cluster_config.json in the directory of the jobs, if it exists)")  # fmt: skip
     parser.add_argument("--script", metavar="PATH", help="script of the jobs (default: script_path of the cluster "
@@ -124,11 +122,11 @@ def execute_command(arguments: list[str]) -> int:
 
 
 def execute_cache_command(arguments: list[str]) -> int:
-    """List, verify or prune the cache of the working directory. Returns the exit code."""
+    """List or prune the cache of the working directory. Returns the exit code."""
     options = cache_parser().parse_args(arguments)
     if options.what == "prune":
         return prune(options)
-    models = base_cache.cached(Path.cwd(), verify=options.what == "verify")
+    models = base_cache.cached(Path.cwd())
     settings = [bases.readable(settings_of(each)) for each in models]
     table = [
         (each.name, megabytes(each.size), trained_at(each), loss_of(each), "damaged" if each.fault else "ok",
@@ -162,15 +160,11 @@ def settings_of(base: Cached) -> dict[str, Any]:
 
 
 def prune(options: argparse.Namespace) -> int:
-    if options.keep_used and not options.jobs_config:
-        raise CallError("--keep-used: needs --jobs-config FILE")
-    if options.jobs_config and not options.keep_used:
-        raise CallError("--jobs-config: only with --keep-used; add --keep-used to remove what the list does not need")
     keep = None
-    if options.keep_used:
+    if options.jobs_config:
         jobs, rules, _ = read(options)
         keep = {base.name for base in bases.plan_of(jobs, rules).bases.values()}
-        cached = {each.name for each in base_cache.cached(Path.cwd(), verify=False)}
+        cached = {each.name for each in base_cache.cached(Path.cwd())}
         if cached and not keep & cached:
             raise CallError(
                 f"{options.jobs_config}: needs none of the {len(cached)} base models in the cache; restore "
@@ -181,7 +175,7 @@ def prune(options: argparse.Namespace) -> int:
         print(f"removed: {name}")
     for name in in_use:
         print(f"kept, in use: {name}")
-    left = base_cache.cached(Path.cwd(), verify=False)
+    left = base_cache.cached(Path.cwd())
     print(f"{terminal.plural(len(removed), 'base model')} removed, {len(left)} left")
     return 0
 
@@ -207,10 +201,13 @@ def helper(arguments: Sequence[str]) -> int:
 
 def execute_helper(arguments: list[str]) -> int:
     parser = CommandParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("jobs_config", type=Path, metavar="JOBS")
+    parser.add_argument("jobs_config", type=Path, nargs="?")
     parser.add_argument("--cluster-config", type=Path)
     parser.add_argument("--script")
-    jobs, rules, servers = read(parser.parse_args(arguments))
+    options = parser.parse_args(arguments)
+    if not options.jobs_config:
+        raise CallError("JOBS: missing; give the JSON file with the jobs")
+    jobs, rules, servers = read(options)
     plan = bases.plan_of(jobs, rules)
     print("\n".join(report(plan, rules, cached_by_name(), servers)))
     return 0
@@ -218,7 +215,7 @@ def execute_helper(arguments: list[str]) -> int:
 
 def cached_by_name() -> dict[str, Cached]:
     """The valid base models in the cache; their weights are not read."""
-    return {each.name: each for each in base_cache.cached(Path.cwd(), verify=False) if not each.fault}
+    return {each.name: each for each in base_cache.cached(Path.cwd()) if not each.fault}
 
 
 def report(plan: bases.BasePlan, rules: bases.Rules, cached: Mapping[str, Cached], servers: int | None) -> list[str]:

@@ -129,7 +129,7 @@ def test_sync_warns_of_untracked_files_that_look_like_secrets(
     ("program", "name"),
     list(zip((commands.main, two_phase.main, two_phase.helper), PROGRAMS, strict=True)),
 )
-@pytest.mark.parametrize("command", ["", "status", "logs a", "cache", "cache list", "cache verify", "cache prune"])
+@pytest.mark.parametrize("command", ["", "status", "logs a", "cache", "cache list", "cache prune"])
 @pytest.mark.parametrize("option", ["--help", "-h"])
 def test_help_is_printed_after_any_subcommand(
     option: str, command: str, program: Callable[[list[str]], int], name: str, monkeypatch: pytest.MonkeyPatch,
