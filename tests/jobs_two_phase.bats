@@ -86,14 +86,11 @@ hash() { # print the hash of the only base model
   set_up_home "$N3" "$(type -P tcsh)"
   two_phase_cluster "$N1:2" "$N2:2" "$N3:2"
   { experiments 9 '"base_mb": 1'; experiments 6 '"base_mb": 2' | sed 's/"e/"f/g'; } | job_list
-  start_list --sync --evict-after-copy
+  start_list --sync
   wait_until_done
   [ "$(trainings)" -eq 2 ]
   holds 'len(began) == 17 and len(r["jobs"]) == 17'
   all_valid "$N1" "$N2" "$N3"
-  for node in "$N1" "$N2" "$N3"; do
-    run ! on "$node" sh -c "ls -A $(printf %q "$WORK/experiments/base_training") | grep ."
-  done
   [ "$(find experiments/base_training -mindepth 1 -maxdepth 1 | wc -l)" -eq 2 ]
   # The server that trained a base model needs no copy.
   for base in "$CACHE"/*; do
@@ -329,9 +326,24 @@ kill_rsync() { # <here or there>: kill the sender on this machine, or the receiv
   start_list --sync --log-file full.json
   wait_for_exit "$LAUNCHER"
   [ "$status" -eq 0 ] || { cat out && false; }
-  grep -q "$N2: g./fold0_a was not started: base $(hash): .*: [0-9]* MiB free, [0-9]* MiB needed" out
+  grep -q "$N2: g./fold0_a was not started: base $(hash): .*: No space left on device: [0-9]* MiB free, [0-9]* MiB needed" out
   [ "$(grep -c "begin g. $N3" "$STARTED")" -eq 3 ]
   on "$N2" umount "$WORK/$CACHE"
+}
+
+
+@test "a server that has no space for a base model removes the outputs of finished trainings" {
+  enter_private_workdir
+  on "$N1" mkdir -p "$WORK/experiments"
+  on "$N1" mount -t tmpfs -o size=6m tmpfs "$WORK/experiments"
+  two_phase_cluster "$N1:1"
+  experiments 1 '"base_mb": 4' | job_list
+  run -0 dispatch --sync
+  [[ "$output" == *"$N1: base $(hash): "*": No space left on device"*"; experiments/base_training/$(hash) is removed there"* ]]
+  run ! on "$N1" test -e "$WORK/experiments/base_training/$(hash)"
+  [ -e "experiments/base_training/$(hash)" ]
+  all_valid "$N1"
+  on "$N1" umount "$WORK/experiments"
 }
 
 

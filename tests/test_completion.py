@@ -121,7 +121,7 @@ def test_completion_does_not_wait_for_a_fifo_or_terminal_in_place_of_a_file(home
         "ssh --attach ": ["17", "latest", "train-1", "train-2"],
         "stop lat": ["latest"],
         "two-phase --s": ["--script", "--skip-phase1", "--slots", "--sync"],
-        "two-phase cache v": ["verify"],
+        "two-phase cache p": ["prune"],
         "jobs res": ["resume"],
         "jobs logs sm": ["small-0"],
         "no-such-verb --s": [],

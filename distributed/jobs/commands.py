@@ -78,8 +78,8 @@ def run_parser(two_phase: bool = False) -> CommandParser:
     parser = CommandParser(add_help=False, allow_abbrev=False)
     parser.set_defaults(two_phase=two_phase, **BASE_OPTIONS)
     if two_phase:
-        for name in ("--skip-phase1", "--refuse-leaks", "--evict-after-copy"):
-            parser.add_argument(name, action="store_true")
+        for name in BASE_OPTIONS:
+            parser.add_argument(f"--{name.replace('_', '-')}", action="store_true")
     parser.add_argument("--cluster-config", type=Path)
     parser.add_argument("--jobs-config", type=Path)
     parser.add_argument("--log-file", type=results_file, default=Path("results.json"))

@@ -42,9 +42,7 @@ from distributed.training.base_model import BaseModelError, hash_of
 from distributed.training.fold import default_participants
 
 SHOWN = 10  # maximum number of failed jobs in the summary, and of data leaks (see leak_warnings) in one message
-BASE_OPTIONS = {  # options of run_two_phase_training.py, with their defaults
-    "skip_phase1": False, "refuse_leaks": False, "evict_after_copy": False,
-}  # fmt: skip
+BASE_OPTIONS = {"skip_phase1": False, "refuse_leaks": False}  # of run_two_phase_training.py, with their defaults
 
 
 @dataclass(frozen=True)

@@ -78,9 +78,7 @@ def dispatch(
     options, log_file = config.options, config.options.log_file
     # Jobs of a lost SLURM cluster cannot run elsewhere.
     lost_after = float("inf") if options.backend == "slurm" else float(options.lost_after)
-    policy = Policy(
-        options.max_failures, options.fail_fast, lost_after, options.gpu_free_mib, drain, options.evict_after_copy
-    )
+    policy = Policy(options.max_failures, options.fail_fast, lost_after, options.gpu_free_mib, drain)
     links = {server.name: ServerLink(server) for server in job_servers}
     screen, results = console.ListConsole(state, links), Results(log_file, state, links)
     command = "" if drain else options.notify or os.environ.get("MUSTER_NOTIFY", "")

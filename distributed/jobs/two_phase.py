@@ -10,8 +10,6 @@ usage: run_two_phase_training.py --cluster-config FILE --jobs-config FILE [optio
   --refuse-leaks           refuse a list with an experiment whose held-out participant (a part of the data) is, or may
                            be, in the training data of its base model (default: print a warning, and mark the
                            experiment in the results)
-  --evict-after-copy       once a base model is in the cache of this machine and of the server that trained it,
-                           remove the output directory of its training from that server
   --plan                   print the base models, and where each job would run; start nothing
   --help                   show this help; after a subcommand, its own help
 
@@ -20,7 +18,8 @@ All options of run_distributed_training.py are accepted; see its --help.
 Jobs that agree in the settings that determine the base model share one base model. It is trained by a job with mode
 base_only, verified, and published in the cache as experiments/base_models/HASH. HASH is the first 12 digits of a hash
 of these settings and of the script's path. An experiment starts when its base model has been copied to its server; each
-server gets one copy. The script reads the base model from the directory $MUSTER_BASE_MODEL; $MUSTER_BASE_MODEL_DIGEST
+server gets one copy. If there is no space for it, outputs of finished trainings, of which this machine has copies, are
+removed there. The script reads the base model from the directory $MUSTER_BASE_MODEL; $MUSTER_BASE_MODEL_DIGEST
 has the full hash.
 
   cache list               list the base models in the cache; scripts/doctor.sh compares their files with checksums

@@ -407,14 +407,38 @@ def files_except_locks(cache: Path) -> list[str]:
     return [path.name for path in cache.iterdir() if path.suffix != ".lock"]
 
 
-def test_eviction_removes_the_output_of_a_training_from_its_server(tmp_path: Path) -> None:
+NO_ROOM = f"base {hash_of(B)}: {CACHE}: No space left on device: 1 MiB free, 2 MiB needed"
+
+
+def test_a_server_without_space_for_a_base_model_removes_the_outputs_of_finished_trainings(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        one, two = Server("one"), Server("two")
+        async with ListRun(tmp_path, one, two, jobs=[trainer(A), trainer(B)]) as run:
+            await run.finished()
+        trained = {request.job.trains: server for server in (one, two) for request in server.requests}
+        server, other = trained[A], trained[B]
+        server.base_errors = [NotStarted(NO_ROOM)]
+        async with ListRun(tmp_path, server, jobs=[trainer(A), trainer(B), experiment(1, B)]) as run:
+            await run.finished()
+        assert run.states() == ["done"] * 3
+        assert (server.removed, other.removed) == ([f"{TRAINING}/{hash_of(A)}"], [])
+        assert (server.bases, server.requests[-1].job.base) == ([B], B)
+        assert f"{server.name}: {NO_ROOM}; {TRAINING}/{hash_of(A)} is removed there" in run.log
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("reason", [NO_ROOM, "rsync: permission denied"])
+def test_nothing_is_removed_if_no_training_ran_there_or_the_error_is_another(reason: str, tmp_path: Path) -> None:
     async def scenario() -> None:
         one = Server("one")
-        async with ListRun(tmp_path, one, jobs=[trainer(A), experiment(1, A)], evict=True) as run:
+        one.base_errors = [NotStarted(reason)]
+        jobs = [experiment(1, A)] if reason == NO_ROOM else [trainer(A), experiment(1, A)]
+        publish(A)
+        async with ListRun(tmp_path, one, jobs=jobs) as run:
             await run.finished()
-        assert one.removed == [f"{TRAINING}/{hash_of(A)}"]
-        assert one.bases == [A, A], "its server copies the base model to its cache first"
-        assert run.states() == ["done", "done"]
+        assert (one.removed, run.states()) == ([], ["done"] * len(jobs))
+        assert any("was not started: " + reason in line for line in run.log)
 
     asyncio.run(scenario())
 
@@ -446,18 +470,6 @@ def test_the_copy_of_a_base_model_is_repeated_after_a_lost_connection(tmp_path: 
             await run.finished()
         assert run.states() == ["done"] * 2
         assert any("was not started: rsync: connection unexpectedly closed" in line for line in run.log)
-
-    asyncio.run(scenario())
-
-
-def test_eviction_keeps_the_output_if_the_server_has_no_space_for_the_base_model(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        one = Server("one")
-        one.base_errors = [NotStarted("no room")]
-        async with ListRun(tmp_path, one, jobs=[trainer(A)], evict=True) as run:
-            await run.finished()
-        assert (run.states(), one.removed) == (["done"], [])
-        assert any("not removed: no room" in line for line in run.log)
 
     asyncio.run(scenario())
 
