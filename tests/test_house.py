@@ -39,7 +39,7 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "host": {"exit_codes", "trust"},
     "jobs": {
         "exit_codes", "files", "host", "jobs.dispatch", "jobs.host", "jobs.journal", "jobs.lists", "jobs.schedule",
-        "jobs.servers", "jobs.show", "launch", "report", "terminal", "training", "trust",
+        "jobs.servers", "jobs.show", "launch", "terminal", "training", "trust",
     },
     "jobs.dispatch": {"jobs.journal", "jobs.lists", "jobs.schedule", "training"},
     "jobs.host": {"exit_codes", "files", "host", "launch", "metrics", "training", "trust"},

@@ -50,12 +50,10 @@ from distributed.jobs.lists.job import Job
 from distributed.jobs.schedule import base_cache
 from distributed.jobs.schedule.base_cache import Cached
 from distributed.jobs.show import console
-from distributed.report.page_parts import ranges
 from distributed.training.base_model import CACHE
 from distributed.training.fold import default_participants
 
 SHOWN = 4  # maximum number of jobs or base models listed in one message
-NUMBERS_WIDTH = 30  # maximum width of the column `numbers` in the table of base models
 
 HELPER_HELP = """Show which jobs of a list share a base model, and what sharing saves.
 
@@ -273,14 +271,11 @@ def disk(found: Sequence[bases.SharedBase], rules: bases.Rules, cached: Mapping[
 def base_table(plan: bases.BasePlan, cached: Mapping[str, Cached]) -> list[str]:
     """A table of the base models, their jobs, and the settings in which they differ."""
     found = list(plan.bases.values())
-    numbers = {job.id: number for number, job in enumerate(plan.jobs)}
     settings = [bases.readable(base.settings) for base in found]
-    table = [("base", "cached", "jobs", "numbers", "first job", "settings")]
+    table = [("base", "cached", "jobs", "first job", "settings")]
     for base, shown in zip(found, without_common(settings), strict=True):
-        table.append((
-            base.name, "yes" if base.name in cached else "no", str(len(base.jobs)),
-            short_ranges([numbers[job.id] for job in base.jobs]), base.jobs[0].name, text_of(shown),
-        ))  # fmt: skip
+        is_cached = "yes" if base.name in cached else "no"
+        table.append((base.name, is_cached, str(len(base.jobs)), base.jobs[0].name, text_of(shown)))
     if len(found) == 1:
         return [*terminal.table([row[:-1] for row in table]), "", f"settings: {text_of(settings[0])}"]
     common = {key: value for key, value in settings[0].items() if all(each.get(key) == value for each in settings)}
@@ -295,12 +290,6 @@ def without_common(settings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
         {key: value for key, value in each.items() if any(other.get(key) != value for other in settings)}
         for each in settings
     ]  # fmt: skip
-
-
-def short_ranges(numbers: Sequence[int]) -> str:
-    """Numbers as ranges, such as `0-4,7,9-11`; ranges beyond NUMBERS_WIDTH are replaced by `...`."""
-    text = ranges(numbers).replace(" ", "")
-    return text if len(text) <= NUMBERS_WIDTH else f"{text[:NUMBERS_WIDTH].rpartition(',')[0]},..."
 
 
 def text_of(settings: Mapping[str, Any]) -> str:
