@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from distributed.files import user_file
@@ -290,7 +291,7 @@ def close(options: argparse.Namespace, path: Path) -> int:
     """Remove the tmux sessions of the list from its servers."""
     with Journal.open(path) as list_journal:
         config = stored_config(state := ListState.of(list_journal.records), path)
-        config.options.no_tmux, config.options.sync = True, False
+        config = replace(config, options=replace(config.options, no_tmux=True, sync=False))
         host_servers = [each for each in make_servers(config) if isinstance(each, host_server.HostServer)]
         try:
             return max(asyncio.run(close_sessions(host_servers)), default=0)

@@ -108,7 +108,7 @@ def execute_command(arguments: list[str]) -> int:
         return execute_cache_command(arguments[1:])
     if (code := commands.execute_subcommand(arguments)) is not None:
         return code
-    options = commands.run_parser(two_phase=True).parse_args(arguments)
+    options = commands.list_options(arguments, two_phase=True)
     if options.plan:
         config = list_plan.read_config(options)
         rules = bases.rules_of(config.cluster, config.script)

@@ -17,11 +17,9 @@ from typing import Any
 import pytest
 
 from distributed.jobs import commands, two_phase
-from distributed.jobs.commands import run_parser
 from distributed.jobs.journal.journal import Journal
 from distributed.jobs.journal.state import job_records
 from distributed.jobs.list_plan import read_config
-from distributed.jobs.list_start import NOT_STORED
 from distributed.jobs.lists import bases
 from distributed.jobs.lists.bases import Rules, plan_of
 from distributed.jobs.lists.config import BaseModels, read_jobs
@@ -86,11 +84,10 @@ def train(digest: str, **facts: Any) -> Path:
 
 def start_list(*arguments: str, two_phase: bool = False, **older: str) -> None:
     """Write the journal of a list that waits. older: options of an earlier version."""
-    options = run_parser(two_phase).parse_args(["--backend", "local", "--jobs-config", "jobs.json", *arguments])
+    options = commands.list_options(["--backend", "local", "--jobs-config", "jobs.json", *arguments], two_phase)
     config = read_config(options)
     with Journal.open(Path("results.journal")) as journal:
-        call = {name: value and str(value) for name, value in vars(options).items() if name not in NOT_STORED}
-        call |= {"two_phase": two_phase, **older}
+        call = options.stored() | older
         journal.add("list", list="ab", cwd=str(Path.cwd()), call=call, backend="local", script=config.script,
                     jobs=job_records(config.jobs))  # fmt: skip
         journal.commit()
