@@ -6,13 +6,13 @@ import argparse
 import re
 import shlex
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn
 
 from distributed import terminal
-from distributed.files import KIT
+from distributed.files import removed
 from distributed.trust import printable
 
 PROGRAM = "run_distributed_training.py"
@@ -39,18 +39,12 @@ def say(line: str) -> None:
     print(printable(line), flush=True)
 
 
-def removed(words: Collection[str]) -> str:
-    """The message for the first of these words that Muster no longer has; empty if there is none."""
-    lines = Path(KIT, "scripts/lib/removed_words.txt").read_text().splitlines()
-    return next((line for line in lines if line.partition(": ")[0] in words), "")
-
-
 class CallError(Exception):
     """A wrong call."""
 
 
 class CommandParser(argparse.ArgumentParser):
-    """Raises CallError, where argparse would print and exit, also for words in scripts/lib/removed_words.txt."""
+    """Raises CallError, where argparse would print and exit, also for words in scripts/lib/removed_words.list."""
 
     def error(self, message: str) -> NoReturn:
         raise CallError(removed(re.findall(r"[\w-]+", message)) or message)

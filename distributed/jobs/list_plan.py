@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from distributed.files import KIT
+from distributed.files import KIT, removed
 from distributed.host import sync_list
 from distributed.jobs.call import (
     CallError,
@@ -18,7 +18,6 @@ from distributed.jobs.call import (
     command_line,
     journal_of,
     program_name,
-    removed,
     say,
     show,
 )

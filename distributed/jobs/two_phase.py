@@ -230,7 +230,6 @@ def report(plan: bases.BasePlan, rules: bases.Rules, cached: Mapping[str, Cached
         ("jobs", f"{len(plan.jobs)}; {start} from a base model"),
         ("base models", f"{len(found)}; {in_cache} in the cache, {len(found) - in_cache} to train"),
         ("trainings avoided", f"{with_base - len(found)} by sharing ({saved(found, rules)}), {in_cache} by the cache"),
-        ("disk", disk(found, rules, cached)),
         ("copies", "unknown; give --cluster-config" if servers is None else
          f"at most {copies}, to {terminal.plural(servers, 'server')}"),
         ("output collisions", "none"),  # read_jobs() refuses lists with collisions
@@ -256,16 +255,6 @@ def saved(found: Sequence[bases.SharedBase], rules: bases.Rules) -> str:
     gpus = sum((len(base.jobs) - 1) * max(1, bases.training_job(base, rules).options.gpus) for base in found)
     hours = gpus * seconds / 3600
     return f"{hours:,.1f} GPU hours" if hours >= 1 else f"{60 * hours:.1f} GPU minutes"
-
-
-def disk(found: Sequence[bases.SharedBase], rules: bases.Rules, cached: Mapping[str, Cached]) -> str:
-    """The disk space for these base models, as text."""
-    sizes = [cached[base.name].size for base in found if base.name in cached]
-    size = max(sizes, default=0) or (rules.section.expected_mb or 0.0) * 1e6
-    if not size:
-        return "unknown; set expected_mb in base_models"
-    total = megabytes(len(found) * size)
-    return f"{total} on this machine, at most {total} on each server; {megabytes(size)} per base model"
 
 
 def base_table(plan: bases.BasePlan, cached: Mapping[str, Cached]) -> list[str]:

@@ -147,7 +147,7 @@ refuse_removed() { # <option or variable>
   local line
   while IFS= read -r line; do
     [[ $line != "$1: "* ]] || die_usage "$line"
-  done <"$KIT/scripts/lib/removed_words.txt"
+  done <"$KIT/scripts/lib/removed_words.list"
 }
 
 

@@ -32,7 +32,7 @@ from distributed.training.fold import DEFAULT_PARTICIPANTS
 KIT = Path(__file__).resolve().parents[2]
 HELPER = KIT / "scripts/jobs/distributed_train_helper.py"
 PROGRAM = KIT / "scripts/jobs/run_two_phase_training.py"
-PER_FOLD = {"base": ["fold"], "options": {"_expected_seconds": 1800, "_gpus": 2}, "expected_mb": 42}
+PER_FOLD = {"base": ["fold"], "options": {"_expected_seconds": 1800, "_gpus": 2}}
 Result = tuple[int, str, str]  # exit code, standard output, standard error
 Call = Callable[..., Result]
 
@@ -114,7 +114,6 @@ def test_fifteen_jobs_on_three_base_models_are_reported(helper: Call) -> None:
         "jobs": "15; all start from a base model",
         "base models": "3; 0 in the cache, 3 to train",
         "trainings avoided": "12 by sharing (12.0 GPU hours), 0 by the cache",
-        "disk": "126.0 MB on this machine, at most 126.0 MB on each server; 42.0 MB per base model",
         "copies": "at most 9, to 3 servers",
         "output collisions": "none",
         "leaks": "none",
@@ -135,7 +134,6 @@ def test_cached_base_models_are_not_counted_as_trainings(helper: Call) -> None:
     _, out, _ = helper("jobs.json")
     assert facts(out)["base models"] == "3; 3 in the cache, 0 to train"
     assert facts(out)["trainings avoided"] == "12 by sharing (12.0 GPU hours), 3 by the cache"
-    assert facts(out)["disk"].startswith("3.0 MB on this machine")  # the actual size, not expected_mb
     assert out.count("  yes     5 ") == 3
     Path(CACHE, digests(**PER_FOLD)[0][:12], "manifest.json").unlink()
     assert facts(helper("jobs.json")[1])["base models"] == "3; 2 in the cache, 1 to train"
@@ -146,7 +144,6 @@ def test_if_a_number_is_unknown_the_report_names_the_missing_setting(helper: Cal
     assert code == 0
     known = facts(out)
     assert known["trainings avoided"].startswith("14 by sharing (GPU hours unknown; set _expected_seconds in options")
-    assert known["disk"] == "unknown; set expected_mb in base_models"
     assert known["copies"] == "unknown; give --cluster-config"
 
 
@@ -247,7 +244,7 @@ def test_output_collisions_and_unclassified_keys_are_refused(helper: Call) -> No
     code, out, err = helper("jobs.json")
     assert (code, out) == (2, "")
     assert "key 'dropout' of job batch10/fold0_special-methods and 14 more: not classified; list it in" in err
-    cluster({"base": ["fold"], "ignored": ["dropout"]}, name="own.json")
+    cluster({"base": ["fold"], "experiment": ["dropout"]}, name="own.json")
     assert helper("jobs.json", "--cluster-config", "own.json")[0] == 0
 
 

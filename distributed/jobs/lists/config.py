@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator, model_validator
 
-from distributed.files import KIT
+from distributed.files import KIT, removed
 from distributed.jobs.host.outputs import AFTER
 from distributed.jobs.lists.job import (
     ALL_GPUS,
@@ -129,25 +129,23 @@ class Server(ServerOptions):
 
 
 class BaseModels(StrictModel):
-    """Which keys of a job are base, experiment or ignored keys, and how base models are trained; see bases.py.
+    """Which keys of a job are base or experiment keys, and how base models are trained; see bases.py.
 
     The default lists in bases.py apply to the keys that are not listed here.
     """
 
     base: list[Text] = Field(default_factory=list)  # settings that determine the weights of a base model
-    experiment: list[Text] = Field(default_factory=list)  # settings of the experiment that starts from a base model
-    ignored: list[Text] = Field(default_factory=list)  # settings without effect on results
+    experiment: list[Text] = Field(default_factory=list)  # other settings
     defaults: dict[str, Any] = Field(default_factory=dict)  # values of base keys that a job does not set
     modes: list[Text] | None = Field(["full_fine_tuning"])  # jobs with such a `mode` start from a base model; null: all
     version: int = 1  # increment it after a change of the script or of the data in data_path
     options: dict[str, Any] = Field(default_factory=dict)  # such as _timeout, for the jobs that train base models
-    expected_mb: float | None = Field(None, gt=0)  # size of a base model, for the plan
 
     @model_validator(mode="after")
     def _check_classes(self) -> BaseModels:
-        for key, count in Counter([*self.base, *self.experiment, *self.ignored]).items():
+        for key, count in Counter([*self.base, *self.experiment]).items():
             if count > 1:
-                raise ValueError(f"{key} is listed {count} times; list it in one of base, experiment, ignored")
+                raise ValueError(f"{key} is listed {count} times; list it in one of base, experiment")
         return self
 
     @field_validator("options")
@@ -488,7 +486,8 @@ def _explain(error: ValidationError, source: str, prefix: str = "") -> Iterator[
         key = prefix + ".".join(location)
         start = f"{source}: {key}" if source and key else key or source
         if fault["type"] == "extra_forbidden":
-            yield f"{start}: unknown key; {_suggestion(location, prefix)}"
+            refusal = removed(location[-1:]).partition(": ")[2]
+            yield f"{start}: {refusal or f'unknown key; {_suggestion(location, prefix)}'}"
         elif fault["type"] == "missing":
             yield f"{start}: missing; add it"
         else:
