@@ -92,9 +92,11 @@ uses_allocation() {
 check_smoke() {
   SMOKE_OPTIONS=(--backend "$BACKEND")
   if [[ $MAX_BYTES ]]; then
-    { [[ $MAX_BYTES =~ ^[1-9][0-9]{0,11}[KMGkmg]?$ ]] && (($(numfmt --from=iec -- "${MAX_BYTES^^}") >= 1024)); } ||
+    local bytes=0
+    [[ ! $MAX_BYTES =~ ^[1-9][0-9]{0,11}[KMGkmg]?$ ]] || bytes=$(numfmt --from=iec -- "${MAX_BYTES^^}")
+    ((bytes >= 1024)) ||
       die_usage "--max-bytes: expected a size such as 1024, 64K, 16M or 1G, at least 1K, got '$MAX_BYTES'"
-    SMOKE_OPTIONS+=(--max-bytes "$MAX_BYTES")
+    SMOKE_OPTIONS+=(--max-bytes "$bytes")
   fi
   check_seconds --seconds "$TABLE_SECONDS"
   check_seconds --timeout "$TIMEOUT"

@@ -109,7 +109,7 @@ END
 @test "--dry-run prints the command and runs nothing" {
   run --separate-stderr "$TEST_DISTRIBUTED" --dry-run --backend gloo --max-bytes 1M 3
   [[ $status == 0 ]]
-  [[ $output == *"--nproc-per-node 3 "*"/scripts/lib/smoke.py --backend gloo --max-bytes 1M "* ]]
+  [[ $output == *"--nproc-per-node 3 "*"/scripts/lib/smoke.py --backend gloo --max-bytes 1048576 "* ]]
   run -0 "$TEST_DISTRIBUTED" --dry-run --backend nccl 8
   [[ -z $(ls -A) && -z $(ls -A "$TMPDIR") ]]
 }

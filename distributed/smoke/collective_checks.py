@@ -600,35 +600,16 @@ def report_and_wait(context: RankContext, replies: Mapping[int, Findings], repor
 # ---------------------------------------------------------------- the program
 
 
-def byte_size(text: str) -> int:
-    """Parse a size such as 8, 64K, 16M or 1G. K is 1024 bytes."""
-    unit = "KMG".find(text[-1:].upper() or "-")
-    number = text if unit < 0 else text[:-1]
-    size = int(number) * 1024 ** (unit + 1) if number.isdecimal() else 0
-    if size < SMALLEST:
-        raise argparse.ArgumentTypeError(f"expected a size such as 1024, 64K, 16M or 1G, at least 1K, got '{text}'")
-    return size
-
-
-def seconds_above_zero(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a number of seconds above 0, got '{text}'")
-    return seconds
-
-
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options of a rank; test_distributed.sh has checked their values."""
     parser = argparse.ArgumentParser("distributed.smoke", description=__doc__.splitlines()[0], allow_abbrev=False)
     option = parser.add_argument
     option("--json", action="store_true", help="print JSON")
     option("--json-file", type=Path, metavar="PATH", help="write JSON to the run directory; print only the verdict")
     option("--backend", choices=("auto", "nccl", "gloo"), default="auto", help="default: nccl on GPUs, else gloo")
-    option("--max-bytes", type=byte_size, metavar="SIZE", help="largest message; default: 64M, on GPUs 1G")
-    option("--seconds", type=seconds_above_zero, default=10.0, help="time for the bandwidth table; default: 10")
-    option("--timeout", type=seconds_above_zero, default=60.0, help="seconds a rank waits for another; default: 60")
+    option("--max-bytes", type=int, help="largest message, 1024 or more; default: 64 MiB, on GPUs 1 GiB")
+    option("--seconds", type=float, default=10.0, help="time for the bandwidth table; default: 10")
+    option("--timeout", type=float, default=60.0, help="seconds a rank waits for another; default: 60")
     options = parser.parse_args(arguments)
     if options.backend == "nccl" and not torch.cuda.is_available():
         parser.error("--backend nccl: this machine has no GPU; use gloo")
