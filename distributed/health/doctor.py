@@ -69,8 +69,12 @@ def render_findings(findings: Sequence[Finding], width: int | None, column: int 
 
 def base_model_findings(directory: Path) -> Iterator[Finding]:
     """Compare all files of the base models in a working directory with their checksums."""
-    cache = directory / base_model.CACHE
-    names, damaged = base_model.names_in(str(cache)), False
+    cache, damaged = directory / base_model.CACHE, False
+    try:
+        names = base_model.names_in(str(cache))
+    except OSError as error:
+        yield warning(f"{cache}: {error.strerror}", "change its permissions, or move it away", topic=TOPIC)
+        return
     for path in (str(cache / name) for name in names):
         try:
             base_model.refuse_other_name(path, base_model.verify(path))

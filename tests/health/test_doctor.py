@@ -432,6 +432,12 @@ def test_damaged_base_models_of_the_working_directory_are_named_with_a_fix(tmp_p
     assert "holds the base model 222222222222" in renamed.fact
 
 
+def test_a_cache_of_base_models_that_cannot_be_read_is_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "experiments").touch()
+    [found] = base_model_findings(tmp_path)
+    assert (found.level, found.fact) == ("warning", f"{tmp_path}/experiments/base_models: Not a directory")
+
+
 # ---------------------------------------------------------------- this machine
 
 
