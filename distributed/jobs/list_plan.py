@@ -66,9 +66,9 @@ class ListConfig:
 
 def read_config(options: ListOptions) -> ListConfig:
     """Read both configurations. Raises ConfigError and CallError."""
-    if options.jobs_config is None:
+    if not options.jobs_config:
         raise CallError("--jobs-config: missing; give the JSON file with the jobs")
-    if options.cluster_config is None and options.backend != "local":
+    if not options.cluster_config and options.backend != "local":
         raise CallError("--cluster-config: missing; give the JSON file with the servers, or use --backend local")
     cluster = read_cluster(Path(options.cluster_config)) if options.cluster_config else None
     if options.slots and options.slots > MAX_SLOTS:

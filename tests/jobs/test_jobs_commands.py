@@ -66,6 +66,7 @@ def arguments(**changes: Any) -> list[str]:
         (["run"], "run: unknown command; known commands: status, logs, why, cancel, retry, add, resume, close"),
         ([*arguments(), "--no-such"], "unrecognized arguments: --no-such"),
         (arguments(backend="ssh", slots=None), "--cluster-config: missing; give the JSON file with the servers, or"),
+        (arguments(backend="ssh", slots=None, cluster_config=""), "--cluster-config: missing; give the JSON file with"),
         (arguments(backend="pbs"), "argument --backend: invalid choice: 'pbs' (choose from "),
         (arguments(slots="0"), "argument --slots: expected a positive integer, got '0'"),
         (arguments(slots="300"), "--slots 300: expected at most 256"),
