@@ -30,7 +30,7 @@ import test_cluster
 import yaml
 from conftest import tracked
 from pydantic import BaseModel
-from test_house import modules, name_of, package_of
+from test_house import SCRIPTS, modules, name_of, package_of
 
 from distributed.jobs.lists import bases
 from distributed.jobs.lists import config as jobs_config
@@ -756,6 +756,15 @@ def test_the_modules_and_names_in_contributing_md_exist() -> None:
         for part in filter(None, name.split(".")):
             definition = rf"^ *((async )?def|class) {part}\b|^{part}\b.* = "
             assert re.search(definition, names[module].read_text(), re.MULTILINE), (module, part)
+
+
+def test_a_removed_word_is_no_option_of_a_script_and_is_in_the_changelog() -> None:
+    lines = text_of("scripts/lib/removed_words.list").splitlines()[1:]
+    options = {name for path in SCRIPTS for name in re.findall(r"^ +(--[a-z-]+)", help_of(str(path)), re.MULTILINE)}
+    assert "--script" in options
+    for word, separator, remedy in (line.partition(": ") for line in lines):
+        assert separator and remedy and word not in options, word
+        assert re.search(rf"(?<![\w-]){word}(?![\w-])", text_of("CHANGELOG.md")), word
 
 
 def test_the_table_of_scripts_lib_lists_all_its_files() -> None:
