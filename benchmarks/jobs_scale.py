@@ -26,7 +26,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from distributed.jobs import commands, list_plan, list_start
+from distributed.jobs import list_plan, list_start
+from distributed.jobs.call import ListOptions
 from distributed.jobs.dispatch.dispatcher import Dispatcher
 from distributed.jobs.host.service import PROGRESS_INTERVAL
 from distributed.jobs.journal.journal import Journal
@@ -161,8 +162,7 @@ def dispatch(jobs: list[Job], servers: list[SimulatedServer], monitor: LoopMonit
         fields = {"list": "0123456789", "cwd": str(Path.cwd()), "script": "train.py", "backend": "ssh"}
         state.apply(journal.add("list", **fields, jobs=job_records(jobs)))
         journal.commit()
-        options = commands.run_parser().parse_args([])
-        config = list_plan.ListConfig(options, None, "train.py", jobs, Cache(Path.cwd()), state.id)
+        config = list_plan.ListConfig(ListOptions(), None, "train.py", jobs, Cache(Path.cwd()), state.id)
         start = cpu_seconds()
         with monitored(monitor):
             code = list_start.dispatch(journal, state, config, servers)

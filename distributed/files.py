@@ -9,6 +9,7 @@ import contextlib
 import errno
 import os
 import time
+from collections.abc import Collection
 
 from distributed.trust import PRIVATE, foreign, parse_json, read_bytes, regular_file
 
@@ -19,6 +20,12 @@ def version() -> str:
     """The version of Muster."""
     with open(os.path.join(KIT, "VERSION")) as file:
         return file.read().strip()
+
+
+def removed(words: Collection[str]) -> str:
+    """The message that refuses the first of these options, keys or subcommands that was removed; "" if none was."""
+    with open(os.path.join(KIT, "scripts/lib/removed_words.list")) as file:
+        return next((line.strip() for line in file if line.partition(": ")[0] in words), "")
 
 
 def write_file(path: str | os.PathLike[str], content: str | bytes, mode: int = PRIVATE) -> None:

@@ -9,7 +9,8 @@
 #
 # Run it in the directory from which you launch. It checks Python and PyTorch, GPUs and the processes that
 # use them, memory, disk, /dev/shm, the master port, name resolution, variables left in the environment by
-# other launches, and runs that are still active. It changes nothing without --sync.
+# other launches, runs that are still active and, without NODE, the files of all base models of job lists here.
+# It changes nothing without --sync.
 #
 # Each line is ok, a warning (training works, with limits) or a fault (training will fail). Warnings and faults
 # come with the fix: a sentence, or a command after a $. The most severe finding is printed last.

@@ -23,8 +23,8 @@
 #                        experiments. Nothing is deleted on the nodes
 #   --json               print one JSON object instead of the report, or nothing if nodes cannot connect (exit code 69)
 #   --backend BACKEND    auto, nccl or gloo (default: nccl where there are GPUs, else gloo)
-#   --min-bytes SIZE     smallest message, such as 1024, 64K, 16M or 1G (default: 1K)
-#   --max-bytes SIZE     largest message; sizes grow by a factor of 4 (default: 64M, on GPUs 1G)
+#   --max-bytes SIZE     largest message, such as 1024, 64K, 16M or 1G; sizes grow from 1K by a factor of 4 (default:
+#                        64M, on GPUs 1G)
 #   --seconds S          seconds for the bandwidth table (default: 10)
 #   --timeout S          seconds that a rank waits for the others (default: 60)
 #   --python PATH        Python of the ranks (default: the first of these that exists: the active venv or conda
@@ -90,24 +90,18 @@ uses_allocation() {
 
 # Check the options of the test before the start: otherwise each rank would refuse them.
 check_smoke() {
-  check_size --min-bytes "$MIN_BYTES"
-  SMOKE_OPTIONS=(--backend "$BACKEND" --min-bytes "$MIN_BYTES")
+  SMOKE_OPTIONS=(--backend "$BACKEND")
   if [[ $MAX_BYTES ]]; then
-    check_size --max-bytes "$MAX_BYTES"
-    (($(bytes "$MIN_BYTES") <= $(bytes "$MAX_BYTES"))) ||
-      die_usage "--max-bytes: '$MAX_BYTES' is less than --min-bytes $MIN_BYTES"
-    SMOKE_OPTIONS+=(--max-bytes "$MAX_BYTES")
+    local bytes=0
+    [[ ! $MAX_BYTES =~ ^[1-9][0-9]{0,11}[KMGkmg]?$ ]] || bytes=$(numfmt --from=iec -- "${MAX_BYTES^^}")
+    ((bytes >= 1024)) ||
+      die_usage "--max-bytes: expected a size such as 1024, 64K, 16M or 1G, at least 1K, got '$MAX_BYTES'"
+    SMOKE_OPTIONS+=(--max-bytes "$bytes")
   fi
   check_seconds --seconds "$TABLE_SECONDS"
   check_seconds --timeout "$TIMEOUT"
   [[ $BACKEND =~ ^(auto|nccl|gloo)$ ]] || die_usage "--backend: expected auto, nccl or gloo, got '$BACKEND'"
   [[ $LAUNCHER_FILE != *launch_singlenode.sh ]] || check_backend_here
-}
-
-
-check_size() { # <option> <value>
-  [[ $2 =~ ^[1-9][0-9]{0,11}[KMGkmg]?$ ]] ||
-    die_usage "$1: expected a size in bytes such as 1024, 64K, 16M or 1G, got '$2'"
 }
 
 
@@ -127,11 +121,6 @@ check_backend_here() {
       ;;
     gloo) LAUNCHER_ARGUMENTS+=(--no-preflight) ;; # with gloo, more processes than GPUs are allowed
   esac
-}
-
-
-bytes() { # <size>
-  numfmt --from=iec -- "${1^^}"
 }
 
 
@@ -166,7 +155,7 @@ main() {
   check_smoke
   ((!JSON)) || OUTPUT_OPTIONS=(--json)
   [[ $LOG_DIR == /* ]] || LOG_DIR=$PWD/$LOG_DIR
-  forward_options_except --json --backend --min-bytes --max-bytes --seconds --timeout \
+  forward_options_except --json --backend --max-bytes --seconds --timeout \
     --python --log-dir --master-port --dry-run
   LAUNCHER_ARGUMENTS+=("${FORWARDED_OPTIONS[@]}" --python "$PYTHON" --log-dir "$LOG_DIR"
     ${MASTER_PORT:+--master-port "$MASTER_PORT"} --script "$KIT/scripts/lib/smoke.py")

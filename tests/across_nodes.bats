@@ -174,7 +174,7 @@ PYTHON
     on "$node" env MUSTER_NODE="$node" RANK=$rank WORLD_SIZE=$ranks LOCAL_RANK=$((rank % 2)) LOCAL_WORLD_SIZE=2 \
       NODE_RANK=$((rank / 2)) NNODES=$((ranks / 2)) MASTER_ADDR="$(address "${nodes[0]}")" MASTER_PORT=29876 \
       GLOO_SOCKET_IFNAME=eth$((rank % 2)) BREAKS="${BREAKS-}" "$VIRTUAL_ENV/bin/python" "$PWD/breaks_a_link.py" \
-      --max-bytes 1M --seconds 0.2 --timeout "$1" >"out$rank" 2>&1 &
+      --max-bytes 1048576 --seconds 0.2 --timeout "$1" >"out$rank" 2>&1 &
     pids+=($!)
   done
   wait "${pids[@]}" || status=$?

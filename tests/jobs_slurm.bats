@@ -694,7 +694,7 @@ waiting_for_base() { # <number>: check that this many experiments wait in SLURM'
   run -0 list resume
   holds 'r["totals"]["done"] == r["totals"]["attempts"] == len(began) == 4'
   [ "$(grep -c "base e. .*manifest.json" "$STARTED")" -eq 3 ]
-  run -0 list cache verify
+  all_valid
 }
 
 

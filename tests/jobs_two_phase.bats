@@ -77,16 +77,6 @@ hash() { # print the hash of the only base model
 }
 
 
-# Verify all published base models, on this machine and on these nodes.
-all_valid() { # <node...>
-  local node
-  run -0 list cache verify
-  for node; do
-    run -0 on "$node" env --chdir "$WORK" "${DISPATCH[@]}" cache verify
-  done
-}
-
-
 # ---------------------------------------------------------------- without faults
 
 
@@ -96,14 +86,11 @@ all_valid() { # <node...>
   set_up_home "$N3" "$(type -P tcsh)"
   two_phase_cluster "$N1:2" "$N2:2" "$N3:2"
   { experiments 9 '"base_mb": 1'; experiments 6 '"base_mb": 2' | sed 's/"e/"f/g'; } | job_list
-  start_list --sync --evict-after-copy
+  start_list --sync
   wait_until_done
   [ "$(trainings)" -eq 2 ]
   holds 'len(began) == 17 and len(r["jobs"]) == 17'
   all_valid "$N1" "$N2" "$N3"
-  for node in "$N1" "$N2" "$N3"; do
-    run ! on "$node" sh -c "ls -A $(printf %q "$WORK/experiments/base_training") | grep ."
-  done
   [ "$(find experiments/base_training -mindepth 1 -maxdepth 1 | wc -l)" -eq 2 ]
   # The server that trained a base model needs no copy.
   for base in "$CACHE"/*; do
@@ -207,10 +194,10 @@ example() { # <program> [argument...]
   example distributed_train_helper.py jobs_config.json
   [ "$status" -eq 0 ]
   [[ "$output" == *"script             train.py; "*"leaks              15 jobs"* ]]
-  example distributed_train_helper.py jobs_config.json --script-path "$PWD/oct1_train.py"
+  example distributed_train_helper.py jobs_config.json --script "$PWD/oct1_train.py"
   base=$(grep -oE '^[0-9a-f]{12}' <<<"$output")
   two_phase=(run_two_phase_training.py --cluster-config cluster_config.json --jobs-config jobs_config.json
-    --script-path oct1_train.py)
+    --script oct1_train.py)
   example "${two_phase[@]}" --refuse-leaks
   [ "$status" -eq 2 ]
   [ ! -e results.journal ]
@@ -314,8 +301,8 @@ kill_rsync() { # <here or there>: kill the sender on this machine, or the receiv
   [ "$(trainings)" -eq 1 ]
   all_valid "$N2"
   sh -c "$flip"
-  run -1 list cache verify
-  [[ "$output" == *"damaged"* ]]
+  run "$KIT/scripts/doctor.sh"
+  [[ "$output" == *"warning  base models"*"damaged"*"muster two-phase cache prune"* ]]
   experiments 1 | sed 's/"e1/"e4/g' | job_list
   run -2 dispatch --log-file skip.json --skip-phase1
   [[ "$output" == *"base $(hash) of 1 job, the first e4/"*"damaged"* ]]
@@ -339,9 +326,24 @@ kill_rsync() { # <here or there>: kill the sender on this machine, or the receiv
   start_list --sync --log-file full.json
   wait_for_exit "$LAUNCHER"
   [ "$status" -eq 0 ] || { cat out && false; }
-  grep -q "$N2: g./fold0_a was not started: base $(hash): .*: [0-9]* MiB free, [0-9]* MiB needed" out
+  grep -q "$N2: g./fold0_a was not started: base $(hash): .*: No space left on device: [0-9]* MiB free, [0-9]* MiB needed" out
   [ "$(grep -c "begin g. $N3" "$STARTED")" -eq 3 ]
   on "$N2" umount "$WORK/$CACHE"
+}
+
+
+@test "a server that has no space for a base model removes the outputs of finished trainings" {
+  enter_private_workdir
+  on "$N1" mkdir -p "$WORK/experiments"
+  on "$N1" mount -t tmpfs -o size=6m tmpfs "$WORK/experiments"
+  two_phase_cluster "$N1:1"
+  experiments 1 '"base_mb": 4' | job_list
+  run -0 dispatch --sync
+  [[ "$output" == *"$N1: base $(hash): "*": No space left on device"*"; experiments/base_training/$(hash) is removed there"* ]]
+  run ! on "$N1" test -e "$WORK/experiments/base_training/$(hash)"
+  [ -e "experiments/base_training/$(hash)" ]
+  all_valid "$N1"
+  on "$N1" umount "$WORK/experiments"
 }
 
 

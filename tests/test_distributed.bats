@@ -77,8 +77,10 @@ abc|NPROC: expected a number of processes from 1 to 1024, got 'abc'
 9999|NPROC: expected a number of processes from 1 to 1024, got '9999'
 2 --exclude node1|--exclude 'node1': requires NODE... or --hostfile
 --nproc 2|--nproc: unknown option; give NPROC without an option: test_distributed.sh [options] NPROC [NODE...]
---max-bytes 3Q 2|--max-bytes: expected a size in bytes such as 1024, 64K, 16M or 1G, got '3Q'
---max-bytes 512 2|--max-bytes: '512' is less than --min-bytes 1K
+--max-bytes 3Q 2|--max-bytes: expected a size such as 1024, 64K, 16M or 1G, at least 1K, got '3Q'
+--max-bytes 1023 2|--max-bytes: expected a size such as 1024, 64K, 16M or 1G, at least 1K, got '1023'
+--min-bytes 8 2|--min-bytes: leave it out; the smallest message has 1K
+--min-bytes=8 2|--min-bytes: leave it out; the smallest message has 1K
 --seconds 0 2|--seconds: expected a number of seconds above 0, got '0'
 --timeout soon 2|--timeout: expected a number of seconds above 0, got 'soon'
 --backend mpi 2|--backend: expected auto, nccl or gloo, got 'mpi'
@@ -107,7 +109,7 @@ END
 @test "--dry-run prints the command and runs nothing" {
   run --separate-stderr "$TEST_DISTRIBUTED" --dry-run --backend gloo --max-bytes 1M 3
   [[ $status == 0 ]]
-  [[ $output == *"--nproc-per-node 3 "*"/scripts/lib/smoke.py --backend gloo --min-bytes 1K --max-bytes 1M "* ]]
+  [[ $output == *"--nproc-per-node 3 "*"/scripts/lib/smoke.py --backend gloo --max-bytes 1048576 "* ]]
   run -0 "$TEST_DISTRIBUTED" --dry-run --backend nccl 8
   [[ -z $(ls -A) && -z $(ls -A "$TMPDIR") ]]
 }

@@ -30,7 +30,7 @@ import test_cluster
 import yaml
 from conftest import tracked
 from pydantic import BaseModel
-from test_house import modules, name_of, package_of
+from test_house import SCRIPTS, modules, name_of, package_of
 
 from distributed.jobs.lists import bases
 from distributed.jobs.lists import config as jobs_config
@@ -289,7 +289,7 @@ def test_most_commands_of_the_guides_are_run() -> None:
     """A change of the parser above must not silently leave commands out."""
     assert len(RUNNABLE) > 20
     assert {module_of(one.words) for one in RUNNABLE} >= set(HARMLESS_MODULES)
-    assert len(RUNNABLE) > 0.5 * len(every_command(*RUN))
+    assert len(RUNNABLE) > 0.45 * len(every_command(*RUN))
 
 
 @pytest.mark.parametrize("name", RUN)
@@ -617,6 +617,9 @@ def test_the_tables_of_the_program_for_job_lists_agree_with_its_help() -> None:
     assert listed == re.findall(r"^ {2}([a-z]+) .{3,}", text, re.MULTILINE)
 
 
+SSH_KEYS = ("user", "port", "ssh_key")  # keys of a server that are settings of ssh, and named below the table
+
+
 @pytest.mark.parametrize(
     ("heading", "first", "kind"),
     [
@@ -632,8 +635,9 @@ def test_the_tables_of_configs_for_job_lists_agree_with_the_models(
     rows = rest.partition(f"| {first} | default | meaning |\n")[2].partition("\n\n")[0].splitlines()[1:]
     listed = {unquoted(row.split("|")[1].strip()): unquoted(row.split("|")[2].strip()) for row in rows}
     sign = "_" if kind is jobs_config.OptionKeys else ""
-    assert set(listed) == {sign + name for name in kind.model_fields}
-    for name, field in kind.model_fields.items():
+    fields = {name: field for name, field in kind.model_fields.items() if name not in SSH_KEYS}
+    assert set(listed) == {sign + name for name in fields}
+    for name, field in fields.items():
         default = listed[sign + name]
         if default[:1] in '[{"0123456789':  # other defaults are prose
             assert json.loads(default) == field.get_default(call_default_factory=True), name
@@ -650,7 +654,7 @@ def test_the_tables_of_base_models_agree_with_the_model() -> None:
     _, _, rest = text_of("LAUNCH_GUIDE.md").partition("| class | built-in keys | what it means |\n")
     rows = [row.split("|") for row in rest.partition("\n\n")[0].splitlines()[1:]]
     classes = {unquoted(row[1].strip()): re.findall(r"`(\w+)`", row[2]) for row in rows}
-    assert classes == {"base": list(bases.BASE), "experiment": list(bases.EXPERIMENT), "ignored": []}
+    assert classes == {"base": list(bases.BASE), "experiment": list(bases.EXPERIMENT)}
 
 
 def test_the_table_of_the_two_phase_program_agrees_with_its_help() -> None:
@@ -665,9 +669,9 @@ def test_the_configs_for_job_lists_are_valid(tmp_path: Path) -> None:
     [servers] = [lines for _, lines in blocks("LAUNCH_GUIDE.md", "json") if '"servers"' in " ".join(lines)]
     (tmp_path / "cluster.json").write_text("\n".join(servers))
     assert len(jobs_config.read_cluster(tmp_path / "cluster.json").servers) == 4
-    assert len(jobs_config.read_cluster(KIT / "config/cluster_config.json").servers) == 3
+    example = jobs_config.read_cluster(KIT / "config/cluster_config.json")
+    assert (len(example.servers), example.base_models.base) == (3, ["fold"])
     assert len(jobs_config.read_jobs(KIT / "config/jobs_config.json", DEFAULT_PARTICIPANTS)) == 9
-    assert jobs_config.read_base_models(KIT / "config/base_models.json").base == ["fold"]
 
 
 def test_the_example_that_writes_experiments_writes_two_phase_jobs_json(project: Path) -> None:
@@ -757,6 +761,15 @@ def test_the_modules_and_names_in_contributing_md_exist() -> None:
         for part in filter(None, name.split(".")):
             definition = rf"^ *((async )?def|class) {part}\b|^{part}\b.* = "
             assert re.search(definition, names[module].read_text(), re.MULTILINE), (module, part)
+
+
+def test_a_removed_word_is_no_option_of_a_script_and_is_in_the_changelog() -> None:
+    lines = text_of("scripts/lib/removed_words.list").splitlines()[1:]
+    options = {name for path in SCRIPTS for name in re.findall(r"^ +(--[a-z-]+)", help_of(str(path)), re.MULTILINE)}
+    assert "--script" in options
+    for word, separator, remedy in (line.partition(": ") for line in lines):
+        assert separator and remedy and word not in options, word
+        assert re.search(rf"(?<![\w-]){word}(?![\w-])", text_of("CHANGELOG.md")), word
 
 
 def test_the_table_of_scripts_lib_lists_all_its_files() -> None:

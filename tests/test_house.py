@@ -35,11 +35,11 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "checkpoint": {"exit_codes", "files", "torch", "training", "trust"},
     "compiler_cache": {"trust"},
     "files": {"trust"},
-    "health": {"exit_codes", "host", "launch", "nodelist", "terminal", "transport", "trust"},
+    "health": {"exit_codes", "host", "launch", "nodelist", "terminal", "training", "transport", "trust"},
     "host": {"exit_codes", "trust"},
     "jobs": {
         "exit_codes", "files", "host", "jobs.dispatch", "jobs.host", "jobs.journal", "jobs.lists", "jobs.schedule",
-        "jobs.servers", "jobs.show", "launch", "records", "report", "terminal", "training", "trust",
+        "jobs.servers", "jobs.show", "launch", "records", "terminal", "training", "trust",
     },
     "jobs.dispatch": {"jobs.journal", "jobs.lists", "jobs.schedule", "training", "trust"},
     "jobs.host": {"exit_codes", "files", "host", "launch", "metrics", "training", "trust"},

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -16,10 +17,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 from distributed import terminal
-from distributed.health.checks import LEVELS, Finding, judge
+from distributed.health.checks import LEVELS, Finding, judge, ok, warning
 from distributed.host.facts import gather
+from distributed.host.system import KIT
+from distributed.training import base_model
 from distributed.trust import LONGEST_LINE, one_line, printable
 
+TOPIC = "base models"
 COLOURS = {"ok": terminal.GREEN, "warning": terminal.YELLOW, "fault": terminal.RED}
 
 
@@ -60,6 +64,28 @@ def render_findings(findings: Sequence[Finding], width: int | None, column: int 
             yield f"{indent}$ {finding.command}"
 
 
+# ---------------------------------------------------------------- base models
+
+
+def base_model_findings(directory: Path) -> Iterator[Finding]:
+    """Compare all files of the base models in a working directory with their checksums."""
+    cache, damaged = directory / base_model.CACHE, False
+    try:
+        names = base_model.names_in(str(cache))
+    except OSError as error:
+        yield warning(f"{cache}: {error.strerror}", "change its permissions, or move it away", topic=TOPIC)
+        return
+    for path in (str(cache / name) for name in names):
+        try:
+            base_model.refuse_other_name(path, base_model.verify(path))
+        except base_model.BaseModelError as error:
+            damaged = True
+            command = f"{shlex.quote(f'{KIT}/scripts/muster')} two-phase cache prune"
+            yield warning(str(error), "the next job list that needs it trains it again; to remove it:", command, TOPIC)
+    if names and not damaged:
+        yield ok(f"{terminal.plural(len(names), 'base model')} of job lists, undamaged", topic=TOPIC)
+
+
 # ---------------------------------------------------------------- the program
 
 
@@ -75,7 +101,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.json:
         print(json.dumps(asdict(facts), indent=2, sort_keys=True))
         return 0
-    findings = judge(one_line(facts))
+    findings = [*judge(one_line(facts)), *base_model_findings(options.directory)]
     terminal.show(render(findings, facts.names.host, terminal.width()))
     return 1 if any(finding.level == "fault" for finding in findings) else 0
 

@@ -30,7 +30,8 @@ usage: run_distributed_training.py --cluster-config FILE --jobs-config FILE [opt
 
   status                 show the state of every job, and where it runs
   logs JOB [--follow]    print the output of the last attempt of a job; --attempt N: that of attempt N
-  why JOB                explain the state of a job, and show its attempts
+  why JOB [OTHER]        explain the state of a job, and show its attempts; with another job: in which settings the
+                         two differ, and their base models
   cancel JOB...|all      stop jobs, and verify that none of their processes remain
   retry failed|JOB...    run failed or cancelled jobs again, at the next `resume` if the list has ended
   add FILE               add the jobs of a file to the list, also while the list runs; the option _after of these jobs
@@ -52,51 +53,45 @@ missing; 75 the list was paused; 129 SIGHUP; 130 Ctrl-C; 143 SIGTERM. `resume` c
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from distributed.exit_codes import WRONG_CALL
 from distributed.files import version
-from distributed.jobs.call import TWO_PHASE, CallError, CommandParser, journal_of, program_name
+from distributed.jobs.call import (
+    RESULTS,
+    TWO_PHASE,
+    CallError,
+    CommandParser,
+    ListOptions,
+    journal_of,
+    positive,
+    program_name,
+    results_file,
+)
 from distributed.jobs.journal import journal
 from distributed.jobs.journal.journal import JournalError
-from distributed.jobs.list_plan import BASE_OPTIONS
 from distributed.jobs.list_start import run
 from distributed.jobs.subcommands import SUBCOMMANDS
 from distributed.trust import printable
 
-BACKENDS = ("ssh", "local", "slurm")
 
-
-def run_parser(two_phase: bool = False) -> CommandParser:
-    """The parser of a call that runs a list. two_phase: with the options of run_two_phase_training.py."""
+def list_options(arguments: Sequence[str], two_phase: bool = False) -> ListOptions:
+    """The options of a call that runs a list. two_phase: also those of run_two_phase_training.py."""
     parser = CommandParser(add_help=False, allow_abbrev=False)
-    parser.set_defaults(two_phase=two_phase, **BASE_OPTIONS)
-    if two_phase:
-        parser.add_argument("--base-models", type=Path)
-        for name in ("--skip-phase1", "--refuse-leaks", "--evict-after-copy"):
-            parser.add_argument(name, action="store_true")
-    parser.add_argument("--cluster-config", type=Path)
-    parser.add_argument("--jobs-config", type=Path)
-    parser.add_argument("--log-file", type=results_file, default=Path("results.json"))
-    parser.add_argument("--backend", choices=BACKENDS, default="ssh")
-    parser.add_argument("--script", "--script-path")
-    parser.add_argument("--slots", type=positive)
-    parser.add_argument("--sync", action="store_true")
-    parser.add_argument("--retries", type=non_negative)
-    parser.add_argument("--max-failures", type=positive)
-    parser.add_argument("--fail-fast", action="store_true")
-    parser.add_argument("--notify", default="")
-    parser.add_argument("--gpu-free-mib", type=non_negative)
-    parser.add_argument("--lost-after", type=non_negative, default=600)
-    parser.add_argument("--grace", type=non_negative, default=30)
-    parser.add_argument("--no-tmux", action="store_true")
-    parser.add_argument("--plan", action="store_true")
-    return parser
+    others = {"two_phase", "base_models", *(() if two_phase else ("skip_phase1", "refuse_leaks"))}
+    for each in fields(ListOptions):
+        details: dict[str, Any] = {"default": each.default, **each.metadata}
+        if each.default is False:
+            details["action"] = "store_true"
+        if each.name not in others:
+            parser.add_argument(f"--{each.name.replace('_', '-')}", **details)
+    return ListOptions(two_phase=two_phase, **vars(parser.parse_args(arguments)))
 
 
 def subcommand_parser(name: str) -> CommandParser | None:
@@ -104,11 +99,13 @@ def subcommand_parser(name: str) -> CommandParser | None:
     if name not in SUBCOMMANDS:
         return None
     parser = CommandParser(prog=f"{program_name()} {name}", description=SUBCOMMANDS[name].__doc__, allow_abbrev=False)
-    parser.add_argument("--log-file", type=results_file, default=Path("results.json"), metavar="FILE",
+    parser.add_argument("--log-file", type=results_file, default=RESULTS, metavar="FILE",
         help="results of the list (default: results.json)")  # fmt: skip
     job = "an id, a name, or an unambiguous part of one: the start of an id, or any part of a name"
     if name in ("logs", "why"):
         parser.add_argument("job", metavar="JOB", help=job)
+    if name == "why":
+        parser.add_argument("other", nargs="?", metavar="OTHER", help="another job, to compare the settings of both")
     if name in ("cancel", "retry"):
         every = "all: every unfinished job" if name == "cancel" else "failed: all failed jobs"
         parser.add_argument("jobs", nargs="+", metavar="JOB", help=f"{job}; {every}")
@@ -119,25 +116,6 @@ def subcommand_parser(name: str) -> CommandParser | None:
         parser.add_argument("--follow", action="store_true", help="print new output until the attempt ends")
         parser.add_argument("--attempt", type=positive, metavar="N", help="attempt N (default: the last one)")
     return parser
-
-
-def results_file(text: str) -> Path:
-    path = Path(text)
-    if path.suffix != ".json" or path.is_dir():
-        raise argparse.ArgumentTypeError(f"expected a file name that ends with .json, got {text!r}")
-    return path
-
-
-def positive(text: str) -> int:
-    if not text.isascii() or not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a positive integer, got {text!r}")
-    return int(text)
-
-
-def non_negative(text: str) -> int:
-    if not text.isascii() or not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"expected a non-negative integer, got {text!r}")
-    return int(text)
 
 
 def main(
@@ -183,7 +161,7 @@ def report_error(message: str) -> int:
 
 def execute_command(arguments: list[str]) -> int:
     code = execute_subcommand(arguments)
-    return run(run_parser().parse_args(arguments)) if code is None else code
+    return run(list_options(arguments)) if code is None else code
 
 
 def execute_subcommand(arguments: list[str]) -> int | None:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import secrets
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from distributed.files import KIT
+from distributed.files import KIT, removed
 from distributed.host import sync_list
-from distributed.jobs.call import CallError, absolute, command_line, journal_of, program_name, say, show
+from distributed.jobs.call import (
+    CallError,
+    ListOptions,
+    absolute,
+    command_line,
+    journal_of,
+    program_name,
+    say,
+    show,
+)
 from distributed.jobs.host import outputs
 from distributed.jobs.journal import journal
 from distributed.jobs.journal.state import FINAL, JobState, ListState
@@ -42,16 +49,13 @@ from distributed.training.base_model import BaseModelError, hash_of
 from distributed.training.fold import default_participants
 
 SHOWN = 10  # maximum number of failed jobs in the summary, and of data leaks (see leak_warnings) in one message
-BASE_OPTIONS = {  # options of run_two_phase_training.py, with their defaults
-    "base_models": None, "skip_phase1": False, "refuse_leaks": False, "evict_after_copy": False,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
 class ListConfig:
     """The options of a call, and the checked contents of the configuration files that these options name."""
 
-    options: argparse.Namespace
+    options: ListOptions
     cluster: ClusterConfig | None
     script: str
     jobs: list[Job]
@@ -60,13 +64,13 @@ class ListConfig:
     warnings: Sequence[str] = ()  # printed before the list starts
 
 
-def read_config(options: argparse.Namespace) -> ListConfig:
+def read_config(options: ListOptions) -> ListConfig:
     """Read both configurations. Raises ConfigError and CallError."""
-    if options.jobs_config is None:
+    if not options.jobs_config:
         raise CallError("--jobs-config: missing; give the JSON file with the jobs")
-    if options.cluster_config is None and options.backend != "local":
+    if not options.cluster_config and options.backend != "local":
         raise CallError("--cluster-config: missing; give the JSON file with the servers, or use --backend local")
-    cluster = read_cluster(options.cluster_config) if options.cluster_config else None
+    cluster = read_cluster(Path(options.cluster_config)) if options.cluster_config else None
     if options.slots and options.slots > MAX_SLOTS:
         raise CallError(f"--slots {options.slots}: expected at most {MAX_SLOTS}")
     if options.slots and options.backend != "local":
@@ -83,7 +87,7 @@ def read_config(options: argparse.Namespace) -> ListConfig:
     script = script_of(options.script, cluster)
     if options.backend == "local" and not Path(script).is_file():
         raise ConfigError(f"script {script}: no such file in {Path.cwd()}; give its path with --script")
-    jobs = read_jobs(options.jobs_config, default_participants(script), options.retries)
+    jobs = read_jobs(Path(options.jobs_config), default_participants(script), options.retries)
     state = state_of(journal_of(options.log_file))
     config = ListConfig(options, cluster, script, jobs, Cache(Path.cwd()), state.id or secrets.token_hex(5))
     return with_bases(config, [*jobs, *previously_added(config, state)])
@@ -98,7 +102,9 @@ def with_bases(config: ListConfig, jobs: Sequence[Job]) -> ListConfig:
     options, cache = config.options, config.cache
     warnings: list[str] = []
     if options.two_phase:
-        rules = bases.rules_of(options.base_models, config.cluster, config.script)
+        if options.base_models:  # an earlier version started the list
+            raise ConfigError(f"{options.log_file}: start the list again: {removed(['--base-models'])}")
+        rules = bases.rules_of(config.cluster, config.script)
         plan = bases.plan_of(jobs, rules)
         warnings = leak_warnings(plan, rules)
         if warnings and options.refuse_leaks:
@@ -117,7 +123,7 @@ def previously_added(config: ListConfig, state: ListState) -> list[Job]:
     ids = {job.id for job in config.jobs}
     added = {job: each for job, each in state.jobs.items() if each.job.file and job not in ids}
     options = config.options
-    rules = bases.rules_of(options.base_models, config.cluster, config.script) if options.two_phase else None
+    rules = bases.rules_of(config.cluster, config.script) if options.two_phase else None
     listed = [*config.jobs, *(each.job for each in added.values())]
     env: dict[str, Mapping[str, str]] = {}
     errors: dict[str, str] = {}
@@ -181,7 +187,7 @@ def leak_warnings(plan: bases.BasePlan, rules: bases.Rules) -> list[str]:
     return [*found[:SHOWN], *more, bases.LEAK_REMEDY] if found else []
 
 
-def with_base_models(options: argparse.Namespace, rules: bases.Rules, plan: bases.BasePlan, cache: Cache) -> list[Job]:
+def with_base_models(options: ListOptions, rules: bases.Rules, plan: bases.BasePlan, cache: Cache) -> list[Job]:
     """The jobs that train base models (none with --skip-phase1), then the jobs of the plan.
 
     Raises ConfigError if, with --skip-phase1, the cache does not contain a valid copy of each base model.
@@ -213,7 +219,7 @@ def with_digest(job: Job, cache: Cache) -> Job:
 
 
 def make_servers(config: ListConfig) -> list[JobServer]:
-    """The servers of a list. Raises ConfigError for a missing ssh_key file, and for faults in $MUSTER_FORWARD."""
+    """The servers of a list. Raises ConfigError, also for faults in $MUSTER_FORWARD."""
     options = config.options
     try:
         forwarded = forwarding.forwarded(os.environ)
@@ -226,6 +232,8 @@ def make_servers(config: ListConfig) -> list[JobServer]:
     if options.backend == "local":
         return [host_server.local_server(context, options.slots)]
     assert config.cluster
+    if not config.cluster.servers:
+        raise ConfigError(f"{options.cluster_config}: servers: missing; add it")
     if options.backend == "slurm":
         from distributed.jobs.servers.slurm_server import SlurmServer
 
@@ -274,7 +282,7 @@ def refuse_foreign_outputs(config: ListConfig) -> None:
     raise_faults(faults)
 
 
-def refuse_existing_results(options: argparse.Namespace) -> None:
+def refuse_existing_results(options: ListOptions) -> None:
     """Raises CallError if a file that belongs to no list would be overwritten."""
     journal_path = journal_of(options.log_file)
     phases = phase_files(options.log_file) if options.two_phase else ()
@@ -362,12 +370,9 @@ def stored_config(state: ListState, path: Path) -> ListConfig:
     os.chdir(state.list_record["cwd"])
     if Path.cwd() == caller_cwd and log_file.is_relative_to(caller_cwd):
         log_file = log_file.relative_to(caller_cwd)
-    stored: dict[str, Any] = {"two_phase": False, "notify": "", **BASE_OPTIONS, **state.list_record["call"]}
-    for name in ("cluster_config", "jobs_config", "base_models"):
-        stored[name] = Path(stored[name]) if stored.get(name) else None
-    options = argparse.Namespace(**stored, plan=False, log_file=log_file)
-    files = (options.cluster_config, options.jobs_config, options.base_models, state.list_record["script"])
+    options = ListOptions.of_stored(state.list_record["call"], log_file)
+    files = (options.cluster_config, options.jobs_config, state.list_record["script"])
     refuse_planted([str(file) for file in files if file], trusted)
-    cluster = read_cluster(options.cluster_config) if options.cluster_config else None
+    cluster = read_cluster(Path(options.cluster_config)) if options.cluster_config else None
     jobs = [job.job for job in state.jobs.values()]
     return ListConfig(options, cluster, state.list_record["script"], jobs, Cache(Path.cwd()), state.id)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import functools
 import logging
@@ -15,7 +14,7 @@ from pathlib import Path
 from distributed.exit_codes import STOPPED
 from distributed.host import signals
 from distributed.jobs import list_plan
-from distributed.jobs.call import CallError, absolute, command_line, journal_of, program_name
+from distributed.jobs.call import CallError, ListOptions, absolute, command_line, journal_of, program_name
 from distributed.jobs.dispatch.dispatcher import Dispatcher
 from distributed.jobs.dispatch.limits import Policy
 from distributed.jobs.dispatch.recorder import Recorder, Shown
@@ -32,10 +31,9 @@ from distributed.launch.notify import Notifier
 from distributed.terminal import plural
 
 WRITE_INTERVAL = 0.5  # seconds between checks whether to write the results, and between updates of the table
-NOT_STORED = ("plan", "log_file")  # all other options of the last call are restored by `resume`
 
 
-def run(options: argparse.Namespace) -> int:
+def run(options: ListOptions) -> int:
     """Run or continue a list. Returns the exit code."""
     config = list_plan.read_config(options)
     # If --log-file is a link, this is the directory of the target.
@@ -58,13 +56,9 @@ def run(options: argparse.Namespace) -> int:
         added = any(each.job.file and each.job.id not in listed for each in state.unfinished())
         if added or state.id not in ("", config.list_id):
             raise CallError(f"{options.log_file}: jobs were added while the command started; run it again")
-        call_options = {
-            name: str(value) if isinstance(value, Path) else value
-            for name, value in vars(options).items() if name not in NOT_STORED
-        }  # fmt: skip
         record = list_journal.add(
             "list", list=config.list_id, cwd=str(Path.cwd()), pid=os.getpid(), host=os.uname().nodename,
-            call=call_options, backend=options.backend, script=config.script, jobs=job_records(config.jobs),
+            call=options.stored(), backend=options.backend, script=config.script, jobs=job_records(config.jobs),
         )  # fmt: skip
         state.apply(record)
         list_journal.commit()
@@ -78,9 +72,7 @@ def dispatch(
     options, log_file = config.options, config.options.log_file
     # Jobs of a lost SLURM cluster cannot run elsewhere.
     lost_after = float("inf") if options.backend == "slurm" else float(options.lost_after)
-    policy = Policy(
-        options.max_failures, options.fail_fast, lost_after, options.gpu_free_mib, drain, options.evict_after_copy
-    )
+    policy = Policy(options.max_failures, options.fail_fast, lost_after, options.gpu_free_mib, drain)
     links = {server.name: ServerLink(server) for server in job_servers}
     screen, results = console.ListConsole(state, links), Results(log_file, state, links)
     command = "" if drain else options.notify or os.environ.get("MUSTER_NOTIFY", "")

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from distributed.files import user_file
@@ -18,8 +19,9 @@ from distributed.jobs.host import panes
 from distributed.jobs.journal import journal
 from distributed.jobs.journal.journal import Journal, JournalError, request_id
 from distributed.jobs.journal.state import FINAL, Attempt, JobState, ListState, job_records
-from distributed.jobs.list_plan import SHOWN, jobs_to_add, make_servers, state_of, stored_config
+from distributed.jobs.list_plan import SHOWN, ListConfig, jobs_to_add, make_servers, state_of, stored_config
 from distributed.jobs.list_start import dispatch, run
+from distributed.jobs.lists import bases
 from distributed.jobs.lists.config import ConfigError
 from distributed.jobs.lists.job import Job
 from distributed.jobs.schedule.backend import ServerUnusable, Unreachable
@@ -27,6 +29,7 @@ from distributed.jobs.schedule.placement import mean_seconds, sort_key
 from distributed.jobs.servers import host_server, sockets, ssh_server
 from distributed.jobs.show import console
 from distributed.terminal import duration, plural
+from distributed.training.base_model import hash_of
 from distributed.trust import parse_json, read_bytes
 
 
@@ -88,9 +91,11 @@ def shown_state(job: JobState, requested: Mapping[str, str]) -> str:
 
 
 def why(options: argparse.Namespace, path: Path) -> int:
-    """Explain the state of a job, and show its attempts."""
+    """Explain the state of a job, and show its attempts; or show in which settings two jobs differ."""
     state = state_of(path)
     job = state.find_job(options.job)
+    if options.other:
+        return show_differences(job.job, state.find_job(options.other).job, stored_config(state, path))
     repeated = any(job.reason.endswith(attempt.failure_text) for attempt in job.attempts if attempt.failure)
     reason = "" if repeated else state.reason_of(job)
     say(f"{job.job.id}  {job.job.name}: {job.state}" + (f": {reason}" if reason else ""))
@@ -101,6 +106,17 @@ def why(options: argparse.Namespace, path: Path) -> int:
             say(f"      {line}")
     for line in explanation(state, job, options.log_file):
         say(f"  {line}")
+    return 0
+
+
+def show_differences(one: Job, other: Job, config: ListConfig) -> int:
+    rows = bases.differences(one, other, bases.rules_of(config.cluster, config.script))
+    table: list[Sequence[str]] = [("differs in", "class", one.name, other.name), *rows]
+    if config.options.two_phase:
+        say(f"base models: {hash_of(one.base) or 'none'} and {hash_of(other.base) or 'none'}")
+    else:  # all settings are of one class
+        table = [(key, *values) for key, _, *values in table]
+    show(table)
     return 0
 
 
@@ -275,7 +291,7 @@ def close(options: argparse.Namespace, path: Path) -> int:
     """Remove the tmux sessions of the list from its servers."""
     with Journal.open(path) as list_journal:
         config = stored_config(state := ListState.of(list_journal.records), path)
-        config.options.no_tmux, config.options.sync = True, False
+        config = replace(config, options=replace(config.options, no_tmux=True, sync=False))
         host_servers = [each for each in make_servers(config) if isinstance(each, host_server.HostServer)]
         try:
             return max(asyncio.run(close_sessions(host_servers)), default=0)

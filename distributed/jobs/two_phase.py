@@ -1,19 +1,15 @@
 """Train each base model of a job list once, then run the experiments that start from it.
 
 usage: run_two_phase_training.py --cluster-config FILE --jobs-config FILE [option...]
-       run_two_phase_training.py cache list|verify|prune [option...]
+       run_two_phase_training.py cache list|prune [option...]
        run_two_phase_training.py status|logs|why|cancel|retry|add|resume|close ...
 
   --cluster-config FILE    servers (JSON); its section base_models lists the settings that determine a base model
   --jobs-config FILE       jobs (JSON); those with mode full_fine_tuning are experiments that start from a base model
-  --script-path PATH       script to run (default: script_path of the cluster config, or train.py)
   --skip-phase1            train no base models; all of them must be in the cache
   --refuse-leaks           refuse a list with an experiment whose held-out participant (a part of the data) is, or may
                            be, in the training data of its base model (default: print a warning, and mark the
                            experiment in the results)
-  --evict-after-copy       once a base model is in the cache of this machine and of the server that trained it,
-                           remove the output directory of its training from that server
-  --base-models FILE       file with the section base_models, used instead of that of the cluster config
   --plan                   print the base models, and where each job would run; start nothing
   --help                   show this help; after a subcommand, its own help
 
@@ -22,19 +18,18 @@ All options of run_distributed_training.py are accepted; see its --help.
 Jobs that agree in the settings that determine the base model share one base model. It is trained by a job with mode
 base_only, verified, and published in the cache as experiments/base_models/HASH. HASH is the first 12 digits of a hash
 of these settings and of the script's path. An experiment starts when its base model has been copied to its server; each
-server gets one copy. The script reads the base model from the directory $MUSTER_BASE_MODEL; $MUSTER_BASE_MODEL_DIGEST
+server gets one copy. If there is no space for it, outputs of finished trainings, of which this machine has copies, are
+removed there. The script reads the base model from the directory $MUSTER_BASE_MODEL; $MUSTER_BASE_MODEL_DIGEST
 has the full hash.
 
-  cache list               list the base models in the cache
-  cache verify             compare all files of the base models with their checksums
-  cache prune              remove damaged base models and incomplete copies; with --keep-used --jobs-config JOBS
+  cache list               list the base models in the cache; scripts/doctor.sh compares their files with checksums
+  cache prune              remove damaged base models and incomplete copies; with --jobs-config JOBS
                            [--cluster-config FILE], also base models that no job of JOBS needs
 
 The results of each phase are also written to phase1_base_models.json and phase2_experiments.json, in the directory of
 the results; with --log-file NAME.json, to NAME.phase1_base_models.json and NAME.phase2_experiments.json.
 
-Exit codes: those of run_distributed_training.py; `cache list` and `cache verify` exit with 1 if a base model is
-damaged.
+Exit codes: those of run_distributed_training.py; `cache list` exits with 1 if a manifest is damaged.
 """
 
 from __future__ import annotations
@@ -51,30 +46,24 @@ from distributed.jobs.call import CallError, CommandParser
 from distributed.jobs.host.host_attempt import is_metric
 from distributed.jobs.lists import bases
 from distributed.jobs.lists.config import read_cluster, read_jobs, refuse_planted, script_of
-from distributed.jobs.lists.job import Job, matching
+from distributed.jobs.lists.job import Job
 from distributed.jobs.schedule import base_cache
 from distributed.jobs.schedule.base_cache import Cached
 from distributed.jobs.show import console
 from distributed.records import is_time, number
-from distributed.report.page_parts import ranges
 from distributed.training.base_model import CACHE
 from distributed.training.fold import default_participants
 
 SHOWN = 4  # maximum number of jobs or base models listed in one message
-NUMBERS_WIDTH = 30  # maximum width of the column `numbers` in the table of base models
 
 HELPER_HELP = """Show which jobs of a list share a base model, and what sharing saves.
 
 usage: distributed_train_helper.py JOBS [option...]
-       distributed_train_helper.py JOBS explain A B
 
   JOBS                   file with the jobs (JSON), such as jobs_config.json
-  explain A B            show in which settings two jobs differ, and whether they need different base models. A and B
-                         are positions in the list (from 0), ids, names, or parts of names
   --cluster-config FILE  file with the section base_models, which lists the settings that determine a base model
                          (default: cluster_config.json in the directory of JOBS, if it exists)
-  --base-models FILE     file with the section base_models, used instead of that of the cluster config
-  --script-path PATH     the script of the jobs (default: script_path of the cluster config, or train.py)
+  --script PATH          the script of the jobs (default: script_path of the cluster config, or train.py)
   --help                 show this help
 
 Exit codes: 0 success, 2 wrong call or configuration.
@@ -103,16 +92,14 @@ def subcommand_parser(name: str) -> CommandParser | None:
 def cache_parser() -> CommandParser:
     """The parser of `cache`."""
     parser = CommandParser(prog=f"{call.TWO_PHASE} cache", allow_abbrev=False)
-    parser.description = "List, verify or prune the base models in the cache of the working directory."
-    parser.add_argument("what", choices=("list", "verify", "prune"), help="list the base models; compare all their "
-        "files with their checksums; remove damaged base models and incomplete copies")  # fmt: skip
-    parser.add_argument("--keep-used", action="store_true", help="also prune base models that no job needs")
-    parser.add_argument("--jobs-config", type=Path, metavar="FILE", help="the jobs, for --keep-used")
+    parser.description = "List or prune the base models in the cache of the working directory."
+    parser.add_argument("what", choices=("list", "prune"), help="list the base models; remove damaged base models and "
+        "incomplete copies")  # fmt: skip
+    parser.add_argument("--jobs-config", type=Path, metavar="FILE", help="also prune base models that no job of this "
+        "list needs")  # fmt: skip
     parser.add_argument("--cluster-config", type=Path, metavar="FILE", help="file with the section base_models "
         "(default: cluster_config.json in the directory of the jobs, if it exists)")  # fmt: skip
-    parser.add_argument("--base-models", type=Path, metavar="FILE", help="file with the section "
-        "base_models, used instead of --cluster-config")  # fmt: skip
-    parser.add_argument("--script-path", metavar="PATH", help="script of the jobs (default: script_path of the cluster "
+    parser.add_argument("--script", metavar="PATH", help="script of the jobs (default: script_path of the cluster "
         "config, or train.py)")  # fmt: skip
     return parser
 
@@ -122,22 +109,22 @@ def execute_command(arguments: list[str]) -> int:
         return execute_cache_command(arguments[1:])
     if (code := commands.execute_subcommand(arguments)) is not None:
         return code
-    options = commands.run_parser(two_phase=True).parse_args(arguments)
+    options = commands.list_options(arguments, two_phase=True)
     if options.plan:
         config = list_plan.read_config(options)
-        rules = bases.rules_of(options.base_models, config.cluster, config.script)
+        rules = bases.rules_of(config.cluster, config.script)
         plan = bases.plan_of([job for job in config.jobs if not job.trains], rules)
-        servers = len(config.cluster.servers) if config.cluster else 1
+        servers = len(config.cluster.servers) if config.cluster and options.backend != "local" else 1
         print("\n".join([*report(plan, rules, cached_by_name(), servers), ""]))
     return list_start.run(options)
 
 
 def execute_cache_command(arguments: list[str]) -> int:
-    """List, verify or prune the cache of the working directory. Returns the exit code."""
+    """List or prune the cache of the working directory. Returns the exit code."""
     options = cache_parser().parse_args(arguments)
     if options.what == "prune":
         return prune(options)
-    models = base_cache.cached(Path.cwd(), verify=options.what == "verify")
+    models = base_cache.cached(Path.cwd())
     settings = [bases.readable(settings_of(each)) for each in models]
     table = [
         (each.name, megabytes(each.size), trained_at(each), loss_of(each), "damaged" if each.fault else "ok",
@@ -171,15 +158,11 @@ def settings_of(base: Cached) -> dict[str, Any]:
 
 
 def prune(options: argparse.Namespace) -> int:
-    if options.keep_used and not options.jobs_config:
-        raise CallError("--keep-used: needs --jobs-config FILE")
-    if options.jobs_config and not options.keep_used:
-        raise CallError("--jobs-config: only with --keep-used; add --keep-used to remove what the list does not need")
     keep = None
-    if options.keep_used:
-        jobs, rules = read(options)
+    if options.jobs_config:
+        jobs, rules, _ = read(options)
         keep = {base.name for base in bases.plan_of(jobs, rules).bases.values()}
-        cached = {each.name for each in base_cache.cached(Path.cwd(), verify=False)}
+        cached = {each.name for each in base_cache.cached(Path.cwd())}
         if cached and not keep & cached:
             raise CallError(
                 f"{options.jobs_config}: needs none of the {len(cached)} base models in the cache; restore "
@@ -190,20 +173,20 @@ def prune(options: argparse.Namespace) -> int:
         print(f"removed: {name}")
     for name in in_use:
         print(f"kept, in use: {name}")
-    left = base_cache.cached(Path.cwd(), verify=False)
+    left = base_cache.cached(Path.cwd())
     print(f"{terminal.plural(len(removed), 'base model')} removed, {len(left)} left")
     return 0
 
 
-def read(options: argparse.Namespace) -> tuple[list[Job], bases.Rules]:
-    """The jobs and the rules for their base models. Sets a missing options.cluster_config. Raises ConfigError."""
+def read(options: argparse.Namespace) -> tuple[list[Job], bases.Rules, int | None]:
+    """The jobs, the rules for their base models, and the number of servers; None: unknown. Raises ConfigError."""
     if not options.cluster_config and (default := options.jobs_config.parent / "cluster_config.json").is_file():
         refuse_planted([str(default)], [str(Path.cwd()), str(default.parent)])
         options.cluster_config = default
     cluster = read_cluster(options.cluster_config) if options.cluster_config else None
-    script = script_of(options.script_path, cluster)
+    script = script_of(options.script, cluster)
     jobs = read_jobs(options.jobs_config, default_participants(script))
-    return jobs, bases.rules_of(options.base_models, cluster, script)
+    return jobs, bases.rules_of(cluster, script), len(cluster.servers) or None if cluster else None
 
 
 # ---------------------------------------------------------------- distributed_train_helper.py
@@ -216,62 +199,21 @@ def helper(arguments: Sequence[str]) -> int:
 
 def execute_helper(arguments: list[str]) -> int:
     parser = CommandParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("operands", nargs="*")
-    for name in ("--cluster-config", "--base-models"):
-        parser.add_argument(name, type=Path)
-    parser.add_argument("--script-path")
-    options = parser.parse_intermixed_args(arguments)
-    if not options.operands:
+    parser.add_argument("jobs_config", type=Path, nargs="?")
+    parser.add_argument("--cluster-config", type=Path)
+    parser.add_argument("--script")
+    options = parser.parse_args(arguments)
+    if not options.jobs_config:
         raise CallError("JOBS: missing; give the JSON file with the jobs")
-    if options.operands[1:] and (len(options.operands) != 4 or options.operands[1] != "explain"):
-        raise CallError(f"unknown arguments: {' '.join(options.operands[1:])}; expected explain A B")
-    options.jobs_config = Path(options.operands[0])
-    jobs, rules = read(options)
-    if options.operands[1:]:
-        one, other = (planned_job(jobs, selector) for selector in options.operands[2:])
-        print("\n".join(explain(one, other, rules)))
-        return 0
+    jobs, rules, servers = read(options)
     plan = bases.plan_of(jobs, rules)
-    servers = len(read_cluster(options.cluster_config).servers) if options.cluster_config else None
     print("\n".join(report(plan, rules, cached_by_name(), servers)))
     return 0
 
 
-def planned_job(jobs: Sequence[Job], selector: str) -> Job:
-    """The only job with this position, id, name or part of a name. Raises CallError."""
-    numbers = f"a number from 0 to {len(jobs) - 1}"
-    if selector.isdecimal():  # an id, a complete name or a position, but not a part of a name
-        named = [job for job in jobs if selector in (job.id, job.name)]
-        found = named or list(jobs[int(selector) : int(selector) + 1])
-    else:
-        found = matching(jobs, selector)
-    if len(found) == 1:
-        return found[0]
-    if not found:
-        raise CallError(f"{selector}: no such job; give {numbers}, an id, or a part of a name")
-    names = ", ".join(job.name for job in found[:SHOWN]) + (", ..." if found[SHOWN:] else "")
-    raise CallError(f"{selector}: matches {len(found)} jobs ({names}); give a longer part of the name, or {numbers}")
-
-
-def explain(one: Job, other: Job, rules: bases.Rules) -> list[str]:
-    """Whether two jobs share a base model, and the settings in which they differ. Raises ConfigError as plan_of()."""
-    plan = bases.plan_of([one, other], rules)
-    if unused := [job.name for job in plan.jobs if not job.base]:
-        return [f"{name}: uses no base model: {no_base_reason(rules)}" for name in unused]
-    names = [base.name for base in plan.bases.values()]
-    answer = f"one base model: {names[0]}" if len(names) == 1 else f"two base models: {names[0]} and {names[1]}"
-    found = bases.differences(one, other, rules)
-    table = [("differs in", "class", one.name, other.name), *found]
-    return [answer, "", *terminal.table(table)] if found else [answer]
-
-
-def no_base_reason(rules: bases.Rules) -> str:
-    return f"its mode is not {' or '.join(rules.section.modes or ())}; see modes in base_models"
-
-
 def cached_by_name() -> dict[str, Cached]:
     """The valid base models in the cache; their weights are not read."""
-    return {each.name: each for each in base_cache.cached(Path.cwd(), verify=False) if not each.fault}
+    return {each.name: each for each in base_cache.cached(Path.cwd()) if not each.fault}
 
 
 def report(plan: bases.BasePlan, rules: bases.Rules, cached: Mapping[str, Cached], servers: int | None) -> list[str]:
@@ -279,16 +221,16 @@ def report(plan: bases.BasePlan, rules: bases.Rules, cached: Mapping[str, Cached
     found, leaks, unknown = list(plan.bases.values()), bases.leaks(plan), bases.not_checked(plan, rules)
     with_base = sum(len(base.jobs) for base in found)
     if not found:
-        return [f"{terminal.plural(len(plan.jobs), 'job')}; none starts from a base model: {no_base_reason(rules)}"]
+        no_base = f"none starts from a base model: its mode is not {' or '.join(rules.section.modes or ())}"
+        return [f"{terminal.plural(len(plan.jobs), 'job')}; {no_base}; see modes in base_models"]
     in_cache = sum(base.name in cached for base in found)
     start = "all start" if with_base == len(plan.jobs) else f"{with_base} of them start"
     copies = sum(min(len(base.jobs), servers or 0) for base in found)  # each server gets a base model at most once
     lines = terminal.table([
-        ("script", f"{rules.script}; the names of base models depend on this path (--script-path)"),
+        ("script", f"{rules.script}; the names of base models depend on this path (--script)"),
         ("jobs", f"{len(plan.jobs)}; {start} from a base model"),
         ("base models", f"{len(found)}; {in_cache} in the cache, {len(found) - in_cache} to train"),
         ("trainings avoided", f"{with_base - len(found)} by sharing ({saved(found, rules)}), {in_cache} by the cache"),
-        ("disk", disk(found, rules, cached)),
         ("copies", "unknown; give --cluster-config" if servers is None else
          f"at most {copies}, to {terminal.plural(servers, 'server')}"),
         ("output collisions", "none"),  # read_jobs() refuses lists with collisions
@@ -316,27 +258,14 @@ def saved(found: Sequence[bases.SharedBase], rules: bases.Rules) -> str:
     return f"{hours:,.1f} GPU hours" if hours >= 1 else f"{60 * hours:.1f} GPU minutes"
 
 
-def disk(found: Sequence[bases.SharedBase], rules: bases.Rules, cached: Mapping[str, Cached]) -> str:
-    """The disk space for these base models, as text."""
-    sizes = [cached[base.name].size for base in found if base.name in cached]
-    size = max(sizes, default=0) or (rules.section.expected_mb or 0.0) * 1e6
-    if not size:
-        return "unknown; set expected_mb in base_models"
-    total = megabytes(len(found) * size)
-    return f"{total} on this machine, at most {total} on each server; {megabytes(size)} per base model"
-
-
 def base_table(plan: bases.BasePlan, cached: Mapping[str, Cached]) -> list[str]:
     """A table of the base models, their jobs, and the settings in which they differ."""
     found = list(plan.bases.values())
-    numbers = {job.id: number for number, job in enumerate(plan.jobs)}
     settings = [bases.readable(base.settings) for base in found]
-    table = [("base", "cached", "jobs", "numbers", "first job", "settings")]
+    table = [("base", "cached", "jobs", "first job", "settings")]
     for base, shown in zip(found, without_common(settings), strict=True):
-        table.append((
-            base.name, "yes" if base.name in cached else "no", str(len(base.jobs)),
-            short_ranges([numbers[job.id] for job in base.jobs]), base.jobs[0].name, text_of(shown),
-        ))  # fmt: skip
+        is_cached = "yes" if base.name in cached else "no"
+        table.append((base.name, is_cached, str(len(base.jobs)), base.jobs[0].name, text_of(shown)))
     if len(found) == 1:
         return [*terminal.table([row[:-1] for row in table]), "", f"settings: {text_of(settings[0])}"]
     common = {key: value for key, value in settings[0].items() if all(each.get(key) == value for each in settings)}
@@ -351,12 +280,6 @@ def without_common(settings: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
         {key: value for key, value in each.items() if any(other.get(key) != value for other in settings)}
         for each in settings
     ]  # fmt: skip
-
-
-def short_ranges(numbers: Sequence[int]) -> str:
-    """Numbers as ranges, such as `0-4,7,9-11`; ranges beyond NUMBERS_WIDTH are replaced by `...`."""
-    text = ranges(numbers).replace(" ", "")
-    return text if len(text) <= NUMBERS_WIDTH else f"{text[:NUMBERS_WIDTH].rpartition(',')[0]},..."
 
 
 def text_of(settings: Mapping[str, Any]) -> str:

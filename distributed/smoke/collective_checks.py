@@ -56,6 +56,7 @@ LARGEST_NUMBER = 23  # the small numbers are 1 to 23
 MAX_SUMMANDS = 8  # the sum of 8 small numbers (184) is exact in every type and order
 
 GROWTH = 4  # from one message size to the next
+SMALLEST = 1024  # bytes
 LARGEST = {"cpu": 64 * 2**20, "cuda": 2**30}  # bytes; links between GPUs need larger messages for full bandwidth
 MAX_ITERATIONS = 1024
 
@@ -309,9 +310,9 @@ COLLECTIVES: dict[str, Callable[[Message], Any]] = {
 }
 
 
-def message_sizes(smallest: int, largest: int) -> list[int]:
-    """Return sizes in bytes; each is GROWTH times the previous one."""
-    sizes = [smallest]
+def message_sizes(largest: int) -> list[int]:
+    """Return sizes in bytes from SMALLEST; each is GROWTH times the previous one."""
+    sizes = [SMALLEST]
     while sizes[-1] * GROWTH <= largest:
         sizes.append(sizes[-1] * GROWTH)
     return sizes
@@ -599,38 +600,17 @@ def report_and_wait(context: RankContext, replies: Mapping[int, Findings], repor
 # ---------------------------------------------------------------- the program
 
 
-def byte_size(text: str) -> int:
-    """Parse a size such as 8, 64K, 16M or 1G. K is 1024 bytes."""
-    unit = "KMG".find(text[-1:].upper() or "-")
-    number = text if unit < 0 else text[:-1]
-    if not number.isdecimal() or int(number) < 1:
-        raise argparse.ArgumentTypeError(f"expected a size in bytes such as 1024, 64K, 16M or 1G, got '{text}'")
-    return int(number) * 1024 ** (unit + 1)
-
-
-def seconds_above_zero(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"expected a number of seconds above 0, got '{text}'")
-    return seconds
-
-
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options of a rank; test_distributed.sh has checked their values."""
     parser = argparse.ArgumentParser("distributed.smoke", description=__doc__.splitlines()[0], allow_abbrev=False)
     option = parser.add_argument
     option("--json", action="store_true", help="print JSON")
     option("--json-file", type=Path, metavar="PATH", help="write JSON to the run directory; print only the verdict")
     option("--backend", choices=("auto", "nccl", "gloo"), default="auto", help="default: nccl on GPUs, else gloo")
-    option("--min-bytes", type=byte_size, default=1024, metavar="SIZE", help="smallest message; default: 1K")
-    option("--max-bytes", type=byte_size, metavar="SIZE", help="largest message; default: 64M, on GPUs 1G")
-    option("--seconds", type=seconds_above_zero, default=10.0, help="time for the bandwidth table; default: 10")
-    option("--timeout", type=seconds_above_zero, default=60.0, help="seconds a rank waits for another; default: 60")
+    option("--max-bytes", type=int, help="largest message, 1024 or more; default: 64 MiB, on GPUs 1 GiB")
+    option("--seconds", type=float, default=10.0, help="time for the bandwidth table; default: 10")
+    option("--timeout", type=float, default=60.0, help="seconds a rank waits for another; default: 60")
     options = parser.parse_args(arguments)
-    if options.max_bytes is not None and options.max_bytes < options.min_bytes:
-        parser.error(f"--max-bytes {options.max_bytes} is less than --min-bytes {options.min_bytes}")
     if options.backend == "nccl" and not torch.cuda.is_available():
         parser.error("--backend nccl: this machine has no GPU; use gloo")
     return options
@@ -687,8 +667,8 @@ def run_in_group(context: RankContext, reporter: Reporter) -> int:
     context.store.set(f"host/{context.world.rank}", context.host)
     context.store.set(f"name/{context.world.rank}", rank_name(context))
     options = reporter.options
-    largest = options.max_bytes or max(options.min_bytes, LARGEST[context.device.type])
-    findings, measured = run_checks(context, message_sizes(options.min_bytes, largest), options.seconds)
+    sizes = message_sizes(options.max_bytes or LARGEST[context.device.type])
+    findings, measured = run_checks(context, sizes, options.seconds)
     replies = exchange_findings(findings, context)
     missing = missing_replies(context, replies)
     report = summary.summarise(reporter.launch, SUMMARIES, replies, measured, missing)

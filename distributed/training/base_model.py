@@ -142,6 +142,12 @@ def check_files(directory: str, manifest: Mapping[str, Any]) -> None:
             raise BaseModelError(f"{path}: cannot be read: {error.strerror}") from None
 
 
+def refuse_other_name(path: str, manifest: Manifest) -> None:
+    """Raise BaseModelError if the digest in a manifest does not match the name of its directory."""
+    if (found := hash_of(manifest["digest"])) != os.path.basename(path):
+        raise BaseModelError(f"{path}: holds the base model {found}; remove it")
+
+
 def size_of(manifest: Mapping[str, Any]) -> int:
     """Return the size of all files in bytes."""
     return sum(each["bytes"] for each in manifest["files"].values())

@@ -25,7 +25,7 @@ declare -A VARIABLE_OF=(
   [--progress]=PROGRESS [--console-rank]=CONSOLE_RANK [--spares]=SPARES [--min-nodes]=MIN_NODES
   [--grace]=GRACE [--max-restarts]=MAX_RESTARTS [--max-requeues]=MAX_REQUEUES [--hostfile]=HOSTFILE [--exclude]=EXCLUDE
   [-n]=NPROC [-c]=CONFIG [-l]=LEVEL
-  [--backend]=BACKEND [--min-bytes]=MIN_BYTES [--max-bytes]=MAX_BYTES [--seconds]=TABLE_SECONDS [--timeout]=TIMEOUT
+  [--backend]=BACKEND [--max-bytes]=MAX_BYTES [--seconds]=TABLE_SECONDS [--timeout]=TIMEOUT
   [--sync]=SYNC [--lease]=LEASE [--attach]=ATTACH [--notify]=NOTIFY [--detach]=DETACH [--dry-run]=DRY_RUN
   [--json]=JSON [--watch]=WATCH [--stacks]=STACKS [--now]=NOW [--certain]=CERTAIN [--fresh]=FRESH [--all]=ALL
   [--rows]=ROWS [--quiet]=QUIET [--follow]=FOLLOW [--template]=TEMPLATE
@@ -59,7 +59,7 @@ ATTACH=''             # the run to attach to, which has lost its launcher
 NOTIFY=${MUSTER_NOTIFY-} # command that is called when the run restarts, ends or has a fault; may contain a secret
 NPROC='' CONFIG='' LEVEL='' ROWS=''
 ON='' SLURM_NODES='' PDSH=''
-BACKEND=auto MIN_BYTES=1K MAX_BYTES='' TABLE_SECONDS='' TIMEOUT=''
+BACKEND=auto MAX_BYTES='' TABLE_SECONDS='' TIMEOUT=''
 SYNC=0 DETACH=0 JSON=0 WATCH=0 STACKS=0 NOW=0 CERTAIN=0 FRESH=0 ALL=0 FOLLOW=0 TEMPLATE=0 PREFLIGHT=1
 FORWARDED=()          # NAME=VALUE of inherited variables that are passed to the nodes, in the same way as ENVIRONMENT
 FETCHED=()            # --fetch: patterns of files to copy from the nodes
@@ -163,12 +163,22 @@ show_help() {
 
 refuse_option() { # <option>
   local hint
+  refuse_removed "${1%%=*}"
   hint=$(explain_familiar_option "$1")
   if [[ ! $hint ]]; then
     [[ ! ${VALUE_NAME[--]-} ]] || hint="; arguments of your script go after --"
     hint+=$(suggest_option "$1")
   fi
   die_usage "$1: unknown option$hint"
+}
+
+
+# Refuse the call if an option or variable is one that Muster no longer has.
+refuse_removed() { # <option or variable>
+  local line
+  while IFS= read -r line; do
+    [[ $line != "$1: "* ]] || die_usage "$line"
+  done <"$KIT/scripts/lib/removed_words.list"
 }
 
 
@@ -219,8 +229,7 @@ check_options() {
   [[ ! $SCRIPT || ! $MODULE ]] ||
     die_usage "--script '$SCRIPT' and -m '$MODULE' cannot be combined; give one of the two"
   [[ $AGENT == fast || $AGENT == torchrun ]] || die_usage "--agent: expected fast or torchrun, got '$AGENT'"
-  [[ ! ${MUSTER_GRACE-} || ! ${VALUE_NAME[--grace]-} ]] ||
-    die_usage "MUSTER_GRACE: replaced by the option --grace SECONDS; unset the variable"
+  [[ ! ${MUSTER_GRACE-} || ! ${VALUE_NAME[--grace]-} ]] || refuse_removed MUSTER_GRACE
   [[ ! $GRACE ]] || is_count "$GRACE" || die_usage "--grace: expected a whole number of seconds, got '$GRACE'"
   is_count "$MAX_RESTARTS" || die_usage "--max-restarts: expected a non-negative integer, got '$MAX_RESTARTS'"
   [[ ! $MIN_NODES ]] || { is_count "$MIN_NODES" && ((MIN_NODES >= 1)); } ||

@@ -17,7 +17,7 @@ from test_gpus import GPUS
 
 from distributed.health import checks
 from distributed.health.checks import Finding, judge, numbers
-from distributed.health.doctor import render
+from distributed.health.doctor import base_model_findings, render
 from distributed.host.dns import Lookup, NameLookups
 from distributed.host.facts import Facts, Port, RunProcesses, find_runs
 from distributed.host.gpus import GpuProcess, Gpus, LostGpu
@@ -39,6 +39,7 @@ from distributed.host.resources import (
 )
 from distributed.host.system import GIB, KIT, MIB, run_program
 from distributed.terminal import plain
+from distributed.training import base_model
 
 HEALTHY = Facts(
     kit="/opt/muster",
@@ -403,6 +404,38 @@ def test_runs_are_found_by_the_environment_of_their_processes(tmp_path: Path) ->
     environ = "HOME=/root\0MUSTER_RUN_DIR=/logs/train-1\0RANK=0\0"
     write(tmp_path, {"12/environ": environ, "7/environ": environ, "8/environ": "NOT_MUSTER_RUN_DIR=/x\0"})
     assert find_runs(tmp_path) == (RunProcesses("/logs/train-1", (7, 12), user(), recorded=False),)
+
+
+# ---------------------------------------------------------------- base models
+
+
+def test_damaged_base_models_of_the_working_directory_are_named_with_a_fix(tmp_path: Path) -> None:
+    assert list(base_model_findings(tmp_path)) == []
+    cache, source = str(tmp_path / base_model.CACHE), tmp_path / "trained"
+    source.mkdir()
+    for name in base_model.FILES:
+        (source / name).write_text("content")
+    for digest in ("1" * 64, "2" * 64):
+        manifest = base_model.manifest_of(str(source), digest)
+        base_model.publish(cache, digest, base_model.stage(cache, str(source), manifest))
+    assert [(each.level, each.fact) for each in base_model_findings(tmp_path)] == [
+        ("ok", "2 base models of job lists, undamaged")
+    ]
+    (tmp_path / base_model.CACHE / ("1" * 12) / base_model.WEIGHTS).write_text("damaged")
+    (tmp_path / base_model.CACHE / ("2" * 12)).rename(tmp_path / base_model.CACHE / ("3" * 12))
+    damaged, renamed = base_model_findings(tmp_path)
+    assert (damaged.level, damaged.topic, renamed.level) == ("warning", "base models", "warning")
+    assert damaged.fact.endswith(
+        f"{'1' * 12}/{base_model.WEIGHTS}: damaged: its checksum is not the one in manifest.json"
+    )
+    assert damaged.command.endswith("scripts/muster two-phase cache prune")
+    assert "holds the base model 222222222222" in renamed.fact
+
+
+def test_a_cache_of_base_models_that_cannot_be_read_is_a_warning(tmp_path: Path) -> None:
+    (tmp_path / "experiments").touch()
+    [found] = base_model_findings(tmp_path)
+    assert (found.level, found.fact) == ("warning", f"{tmp_path}/experiments/base_models: Not a directory")
 
 
 # ---------------------------------------------------------------- this machine

@@ -28,7 +28,7 @@ from distributed.jobs.lists.bases import (
     plan_of,
     training_job,
 )
-from distributed.jobs.lists.config import BaseModels, ConfigError, read_base_models, read_cluster, read_entries
+from distributed.jobs.lists.config import BaseModels, ConfigError, read_cluster, read_entries
 from distributed.jobs.lists.job import Job, JobError, Options, arguments
 from distributed.training.fold import DEFAULT_PARTICIPANTS
 
@@ -83,8 +83,7 @@ SHARED: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = [
     ({"fold": 0}, {"participant": DEFAULT_PARTICIPANTS[3]}, {}),
     ({"target_data_pct": 0.1, "target_batch_pct": 0.5, "steps": 7}, {"target_data_pct": 1.0, "prefix": "x"}, {}),
     ({"lr": 0.1}, {"lr": 0.2}, {"experiment": ["lr"]}),
-    ({"lr": 0.1}, {"lr": 0.2}, {"ignored": ["lr"]}),
-    ({"a": 1}, {"a": 2}, {"ignored": ["a"]}),
+    ({"a": 1}, {"a": 2}, {"experiment": ["a"]}),
     ({"depth": 4}, {}, {"base": ["depth"], "defaults": {"depth": 4}}),
     ({"lr": 0.5}, {}, {"defaults": {"lr": 0.5}}),
     ({}, {"seed": None}, {"defaults": {"seed": None}}),
@@ -271,7 +270,7 @@ def test_an_unclassified_key_is_refused_with_one_message_for_all_its_jobs() -> N
     many = [{"fold": fold, "prefix": "x", "dropout": 0.1} for fold in range(8)]
     assert refusal(*many) == [
         f"key 'dropout' of job x/fold0_{DEFAULT_PARTICIPANTS[0]} and 7 more: not classified; list it in base_models: "
-        "under base if base models depend on it, else under experiment or ignored"
+        "under base if base models depend on it, else under experiment"
     ]
     assert plan(*many, experiment=["dropout"]).bases
     assert "did you mean 'batch_size'? Otherwise list it in base_models" in refusal({"batchsize": 3})[0]
@@ -294,17 +293,16 @@ def test_modes_select_the_jobs_with_a_base_model() -> None:
 def test_a_listed_key_does_not_keep_its_default_class() -> None:
     assert {rules().key_classes[key] for key in BASE} == {"base"}
     assert {rules().key_classes[key] for key in EXPERIMENT} == {"experiment"}
-    made = rules(base=["steps"], experiment=["lr"], ignored=["seed", "name"])
+    made = rules(base=["steps"], experiment=["lr", "name"])
     assert (made.key_classes["steps"], made.key_classes["lr"]) == ("base", "experiment")
-    assert (made.key_classes["seed"], made.key_classes["name"]) == ("ignored", "ignored")
+    assert made.key_classes["name"] == "experiment"
 
 
 @pytest.mark.parametrize(("one", "other"), [("fold", "participant"), ("participant", "fold")])
 def test_listing_fold_or_participant_under_base_adds_the_other_unless_it_is_listed(one: str, other: str) -> None:
     assert rules(base=[one]).key_classes[other] == "base"
     assert rules(base=[one], experiment=[other]).key_classes[other] == "experiment"
-    assert rules(base=[one], ignored=[other]).key_classes[other] == "ignored"
-    assert rules(ignored=[one]).key_classes[other] == "experiment"
+    assert rules(experiment=[one]).key_classes[other] == "experiment"
 
 
 @pytest.mark.parametrize(
@@ -312,12 +310,12 @@ def test_listing_fold_or_participant_under_base_adds_the_other_unless_it_is_list
     [
         ({"bases": ["x"]}, "bases: unknown key; did you mean base?"),
         ({"experiments": ["x"]}, "experiments: unknown key; did you mean experiment?"),
-        ({"xyz": 1}, "xyz: unknown key; known keys: base, experiment, ignored, defaults, modes, version, options, "),
-        ({"base": ["lr"], "ignored": ["lr"]}, "lr is listed 2 times; list it in one of base, experiment, ignored"),
+        ({"xyz": 1}, "xyz: unknown key; known keys: base, experiment, defaults, modes, version, options"),
+        ({"base": ["lr"], "experiment": ["lr"]}, "lr is listed 2 times; list it in one of base, experiment"),
         ({"base": ["lr", "lr"]}, "lr is listed 2 times"),
         ({"base": "lr"}, 'base="lr": Input should be a valid list'),
         ({"version": "2"}, 'version="2": Input should be a valid integer'),
-        ({"expected_mb": 0}, "expected_mb=0: Input should be greater than 0"),
+        ({"ignored": ["xyz"]}, "base_models.ignored: list these keys under experiment"),
         ({"options": {"timeout": 5}}, "timeout: unknown key; did you mean _timeout?"),
         ({"options": {"_timeuot": 5}}, "_timeuot: unknown key; did you mean _timeout?"),
         ({"options": {"_gpus": 0}}, '_gpus=0: expected a positive integer, or "all"'),
@@ -325,21 +323,11 @@ def test_listing_fold_or_participant_under_base_adds_the_other_unless_it_is_list
     ],
 )
 def test_an_invalid_section_is_refused(section: dict[str, Any], message: str, tmp_path: Path) -> None:
-    separate, cluster = tmp_path / "base_models.json", tmp_path / "cluster.json"
-    separate.write_text(json.dumps(section))
+    cluster = tmp_path / "cluster.json"
     cluster.write_text(json.dumps({"servers": [{"host": "a"}], "base_models": section}))
-    with pytest.raises(ConfigError, match=re.escape(message)) as refused:
-        read_base_models(separate)
-    assert str(refused.value).startswith(f"{separate}: ")
     with pytest.raises(ConfigError, match=re.escape(message)) as refused:
         read_cluster(cluster)
     assert str(refused.value).startswith(f"{cluster}: base_models")
-
-
-def test_a_section_that_is_not_an_object_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "x.json").write_text("[]")
-    with pytest.raises(ConfigError, match=r"x.json: contains a list; expected an object with base, experiment"):
-        read_base_models(tmp_path / "x.json")
 
 
 def test_a_hash_that_does_not_match_the_settings_is_refused() -> None:

@@ -22,7 +22,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distributed.files import write_file, write_json
-from distributed.jobs import array_task, commands, list_plan
+from distributed.jobs import array_task, list_plan
+from distributed.jobs.call import ListOptions
 from distributed.jobs.host import outputs, specification
 from distributed.jobs.host.specification import spec_path, taken_path, write_spec
 from distributed.jobs.journal.state import ListState, classify_end
@@ -737,7 +738,7 @@ def test_adding_jobs_to_a_list_adds_slots_for_them(tmp_path: Path, monkeypatch: 
     (tmp_path / "more.json").write_text(json.dumps([{"n": 1}, {"n": 2, "_gpus": 4}]))
     server = slurm_server(tmp_path, 1)
     server.pool.free -= {0}
-    options = commands.run_parser().parse_args(["--backend", "slurm"])
+    options = ListOptions(backend="slurm")
     cluster = ClusterConfig.model_validate({"servers": [{"host": "slurm", "gpus": 2}]})
     config = list_plan.ListConfig(options, cluster, "x.py", [job_of({"n": 1}, Options())], Cache(tmp_path), "abc")
     (new,) = list_plan.jobs_to_add(config, [server], config.jobs, str(tmp_path / "more.json"))

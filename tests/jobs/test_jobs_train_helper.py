@@ -1,7 +1,7 @@
 """distributed_train_helper.py, and the command `cache` of run_two_phase_training.py.
 
 The helper reports the base models of a job list, the trainings that they avoid, and the differences between two jobs.
-`cache` lists, verifies and removes base models. Errors name a remedy. Wrong calls change nothing.
+`cache` lists and removes base models. Errors name a remedy. Wrong calls change nothing.
 """
 
 from __future__ import annotations
@@ -17,7 +17,10 @@ from typing import Any
 
 import pytest
 
-from distributed.jobs import two_phase
+from distributed.jobs import commands, two_phase
+from distributed.jobs.journal.journal import Journal
+from distributed.jobs.journal.state import job_records
+from distributed.jobs.list_plan import read_config
 from distributed.jobs.lists import bases
 from distributed.jobs.lists.bases import Rules, plan_of
 from distributed.jobs.lists.config import BaseModels, read_jobs
@@ -30,7 +33,7 @@ from distributed.training.fold import DEFAULT_PARTICIPANTS
 KIT = Path(__file__).resolve().parents[2]
 HELPER = KIT / "scripts/jobs/distributed_train_helper.py"
 PROGRAM = KIT / "scripts/jobs/run_two_phase_training.py"
-PER_FOLD = {"base": ["fold"], "options": {"_expected_seconds": 1800, "_gpus": 2}, "expected_mb": 42}
+PER_FOLD = {"base": ["fold"], "options": {"_expected_seconds": 1800, "_gpus": 2}}
 Result = tuple[int, str, str]  # exit code, standard output, standard error
 Call = Callable[..., Result]
 
@@ -80,6 +83,17 @@ def train(digest: str, **facts: Any) -> Path:
     return Path(CACHE, digest[:12])
 
 
+def start_list(*arguments: str, two_phase: bool = False, **older: str) -> None:
+    """Write the journal of a list that waits. older: options of an earlier version."""
+    options = commands.list_options(["--backend", "local", "--jobs-config", "jobs.json", *arguments], two_phase)
+    config = read_config(options)
+    with Journal.open(Path("results.journal")) as journal:
+        call = options.stored() | older
+        journal.add("list", list="ab", cwd=str(Path.cwd()), call=call, backend="local", script=config.script,
+                    jobs=job_records(config.jobs))  # fmt: skip
+        journal.commit()
+
+
 def facts(text: str) -> dict[str, str]:
     """The lines before the first empty one."""
     lines = text.split("\n\n")[0].splitlines()
@@ -97,20 +111,19 @@ def test_fifteen_jobs_on_three_base_models_are_reported(helper: Call) -> None:
     code, out, err = helper("jobs.json")
     assert (code, err) == (0, "")
     assert facts(out) == {
-        "script": "train.py; the names of base models depend on this path (--script-path)",
+        "script": "train.py; the names of base models depend on this path (--script)",
         "jobs": "15; all start from a base model",
         "base models": "3; 0 in the cache, 3 to train",
         "trainings avoided": "12 by sharing (12.0 GPU hours), 0 by the cache",
-        "disk": "126.0 MB on this machine, at most 126.0 MB on each server; 42.0 MB per base model",
         "copies": "at most 9, to 3 servers",
         "output collisions": "none",
         "leaks": "none",
     }
     assert out.split("\n\n")[1].splitlines() == [
-        "base          cached  jobs  numbers  first job                          settings",
-        f"{names[0]}  no      5     0-4      batch10/fold0_special-methods      held-out=special-methods",
-        f"{names[1]}  no      5     5-9      batch10/fold1_compound-statements  held-out=compound-statements",
-        f"{names[2]}  no      5     10-14    batch10/fold2_simple-statements    held-out=simple-statements",
+        "base          cached  jobs  first job                          settings",
+        f"{names[0]}  no      5     batch10/fold0_special-methods      held-out=special-methods",
+        f"{names[1]}  no      5     batch10/fold1_compound-statements  held-out=compound-statements",
+        f"{names[2]}  no      5     batch10/fold2_simple-statements    held-out=simple-statements",
     ]
     assert "settings of all: base_steps=300 batch_size=16 lr=0.003 model=small participants=" in out
 
@@ -122,7 +135,6 @@ def test_cached_base_models_are_not_counted_as_trainings(helper: Call) -> None:
     _, out, _ = helper("jobs.json")
     assert facts(out)["base models"] == "3; 3 in the cache, 0 to train"
     assert facts(out)["trainings avoided"] == "12 by sharing (12.0 GPU hours), 3 by the cache"
-    assert facts(out)["disk"].startswith("3.0 MB on this machine")  # the actual size, not expected_mb
     assert out.count("  yes     5 ") == 3
     Path(CACHE, digests(**PER_FOLD)[0][:12], "manifest.json").unlink()
     assert facts(helper("jobs.json")[1])["base models"] == "3; 2 in the cache, 1 to train"
@@ -133,7 +145,6 @@ def test_if_a_number_is_unknown_the_report_names_the_missing_setting(helper: Cal
     assert code == 0
     known = facts(out)
     assert known["trainings avoided"].startswith("14 by sharing (GPU hours unknown; set _expected_seconds in options")
-    assert known["disk"] == "unknown; set expected_mb in base_models"
     assert known["copies"] == "unknown; give --cluster-config"
 
 
@@ -174,15 +185,25 @@ def test_a_list_that_cannot_be_checked_for_leaks_is_refused_only_with_refuse_lea
 
 
 def test_a_plan_contains_no_training_of_cached_base_models(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("base.json").write_text(json.dumps({**PER_FOLD, "options": {"_expected_seconds": 60}}))
+    section = {**PER_FOLD, "options": {"_expected_seconds": 60}}
+    Path("base.json").write_text(json.dumps({"base_models": section}))
     first, *others = digests(**PER_FOLD)
     train(first)
-    call = ["--backend", "local", "--slots", "1", "--jobs-config", "jobs.json", "--base-models", "base.json", "--plan"]
-    assert two_phase.main(call) == 0
+    call = ["--backend", "local", "--slots", "1", "--jobs-config", "jobs.json", "--cluster-config", "base.json"]
+    assert two_phase.main([*call, "--plan"]) == 0
     shown = capsys.readouterr().out
     assert f"base_training/{first[:12]}" not in shown
     assert all(f"base_training/{other[:12]}" in shown for other in others)
     assert "17 jobs on 1 slot" in shown
+
+
+def test_a_list_that_an_earlier_version_started_with_another_file_of_base_models_is_not_resumed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Without the file, its jobs would start from other base models."""
+    start_list(two_phase=True, base_models="own.json")
+    assert two_phase.main(["resume"]) == 2
+    assert "results.json: start the list again: --base-models: replaced by the section" in capsys.readouterr().err
 
 
 def test_a_list_without_base_models_is_reported(helper: Call) -> None:
@@ -198,7 +219,7 @@ def test_jobs_without_a_base_model_count_only_in_the_total_number_of_jobs(helper
     write([*grid(fold=range(2), prefix="scratch", mode="from_scratch"), *fifteen_jobs()], "jobs.json")
     _, out, _ = helper("jobs.json")
     assert facts(out)["jobs"] == "17; 15 of them start from a base model"
-    assert "  15    2-16     batch10/" in out
+    assert "  15    batch10/" in out
 
 
 def test_the_report_of_forty_base_models_has_a_line_for_each(helper: Call) -> None:
@@ -208,20 +229,9 @@ def test_the_report_of_forty_base_models_has_a_line_for_each(helper: Call) -> No
     rows = out.split("\n\n")[1].splitlines()
     assert len(rows) == 41
     assert rows[1].split()[1:] == [
-        "no", "8", "0,40,80,120,160,200,240,280", "lr0.001/fold0_special-methods", "lr=0.001",
+        "no", "8", "lr0.001/fold0_special-methods", "lr=0.001",
     ]  # fmt: skip
     assert max(map(len, rows)) < 120
-
-
-@pytest.mark.parametrize(
-    ("numbers", "text"),
-    [
-        ([], ""), ([3], "3"), ([0, 1, 2], "0-2"), ([0, 1, 3, 5, 6], "0-1,3,5-6"),
-        (range(0, 2000, 2), "0,2,4,6,8,10,12,14,16,18,20,..."),
-    ],
-)  # fmt: skip
-def test_numbers_of_jobs_are_shown_as_ranges(numbers: list[int], text: str) -> None:
-    assert two_phase.short_ranges(numbers) == text
 
 
 def test_output_collisions_and_unclassified_keys_are_refused(helper: Call) -> None:
@@ -235,8 +245,8 @@ def test_output_collisions_and_unclassified_keys_are_refused(helper: Call) -> No
     code, out, err = helper("jobs.json")
     assert (code, out) == (2, "")
     assert "key 'dropout' of job batch10/fold0_special-methods and 14 more: not classified; list it in" in err
-    Path("own.json").write_text(json.dumps({"base": ["fold"], "ignored": ["dropout"]}))
-    assert helper("jobs.json", "--base-models", "own.json")[0] == 0
+    cluster({"base": ["fold"], "experiment": ["dropout"]}, name="own.json")
+    assert helper("jobs.json", "--cluster-config", "own.json")[0] == 0
 
 
 def test_the_cluster_config_in_the_directory_of_the_list_is_the_default(helper: Call) -> None:
@@ -246,54 +256,48 @@ def test_the_cluster_config_in_the_directory_of_the_list_is_the_default(helper: 
     assert facts(helper("jobs.json", "--cluster-config", "other.json")[1])["copies"] == "at most 1, to 1 server"
 
 
-# ---------------------------------------------------------------- explain
+# ---------------------------------------------------------------- why JOB OTHER
 
 
-def test_explain_shows_the_differences_of_two_jobs(helper: Call) -> None:
+def test_why_shows_the_base_models_of_two_jobs_and_the_settings_in_which_they_differ(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     cluster(PER_FOLD)
-    first, second, _ = (digest[:12] for digest in digests(**PER_FOLD))
-    code, out, _ = helper("jobs.json", "explain", "0", "6")
-    assert code == 0
-    assert out.splitlines() == [
-        f"two base models: {first} and {second}",
-        "",
+    first, second, _ = digests(**PER_FOLD)
+    start_list("--cluster-config", "cluster_config.json", two_phase=True)
+    assert two_phase.main(["why", "batch10/fold0", "batch29/fold1"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"base models: {first[:12]} and {second[:12]}",
         "differs in        class       batch10/fold0_special-methods  batch29/fold1_compound-statements",
         'held-out          base        "special-methods"              "compound-statements"',
         'prefix            experiment  "batch10"                      "batch29"',
         "target_batch_pct  experiment  0.1                            0.29",
     ]
-    assert helper("jobs.json", "explain", "0", "1")[1].startswith(f"one base model: {first}\n\ndiffers in")
-    assert helper("jobs.json", "explain", "0", "0")[1] == f"one base model: {first}\n"
 
 
-@pytest.mark.parametrize("other", ["1", "batch29/fold0_special-methods", "29/fold0"])
-def test_explain_finds_a_job_by_number_name_or_part_of_its_name(other: str, helper: Call) -> None:
-    code, out, _ = helper("jobs.json", "explain", "0", other)
-    assert code == 0
-    assert "  batch29/fold0_special-methods\n" in out
-
-
-def test_explain_finds_a_job_by_its_id(helper: Call) -> None:
-    job = read_jobs(Path("jobs.json"), DEFAULT_PARTICIPANTS)[1]
-    assert f"  {job.name}\n" in helper("jobs.json", "explain", "0", job.id)[1]
+def test_why_shows_the_settings_in_which_two_jobs_without_base_models_differ(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    start_list()
+    assert commands.main(["why", "batch10/fold0", "batch29/fold0"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "differs in        batch10/fold0_special-methods  batch29/fold0_special-methods",
+        'prefix            "batch10"                      "batch29"',
+        "target_batch_pct  0.1                            0.29",
+    ]
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["jobs.json", "explain", "0", "fold1"],
-         "fold1: matches 5 jobs (batch10/fold1_compound-statements, "
-         "batch29/fold1_compound-statements, batch50/fold1_compound-statements, batch75/fold1_compound-statements, "
-         "...); give a longer part of the name, or a number from 0 to 14"),
-        (["jobs.json", "explain", "0", "15"], "15: no such job; give a number from 0 to 14, an id, or a part"),
-        (["jobs.json", "explain", "0"], "unknown arguments: explain 0; expected explain A B"),
-        (["jobs.json", "compare", "0", "1"], "unknown arguments: compare 0 1; expected explain A B"),
+        (["jobs.json", "explain", "0", "6"], "explain: replaced by `why JOB OTHER` of run_two_phase_training.py, once"),
+        (["jobs.json", "compare", "0", "1"], "unrecognized arguments: compare 0 1"),
         ([], "JOBS: missing; give the JSON file with the jobs"),
-        (["--no-such"], "unrecognized arguments: --no-such"),
+        (["jobs.json", "--no-such"], "unrecognized arguments: --no-such"),
         (["none.json"], "none.json: cannot read it (No such file or directory); the working "),
         (["jobs.json", "--cluster-config", "none.json"], "none.json: cannot read it (No such file or directory)"),
-        (["jobs.json", "--base-models", "none.json"], "none.json: cannot read it (No such file or directory)"),
-        (["jobs.json", "--base-models", "jobs.json"], "jobs.json: contains a list; expected an object with base, "),
+        (["jobs.json", "--cluster-config", "jobs.json"], "jobs.json: contains a list; expected an object with servers"),
+        (["jobs.json", "--base-models", "base.json"], "--base-models: replaced by the section base_models of the file"),
     ],
 )  # fmt: skip
 def test_a_wrong_call_of_the_helper_is_refused_and_has_no_effect(
@@ -304,21 +308,6 @@ def test_a_wrong_call_of_the_helper_is_refused_and_has_no_effect(
     assert (code, out) == (2, "")
     assert message in err
     assert sorted(directory.rglob("*")) == before
-
-
-def test_a_number_is_never_matched_with_a_part_of_a_name(helper: Call) -> None:
-    """29 is a part of three names: batch29/fold0, batch29/fold1, batch29/fold2."""
-    for number in ("29", "15"):
-        code, out, err = helper("jobs.json", "explain", "0", number)
-        assert (code, out) == (2, "")
-        assert f"{number}: no such job; give a number from 0 to 14" in err
-
-
-def test_explain_reports_a_job_without_a_base_model(helper: Call) -> None:
-    write([{"mode": "from_scratch", "prefix": "x", "fold": 0}, *fifteen_jobs()], "jobs.json")
-    assert helper("jobs.json", "explain", "1", "0")[1] == (
-        "x/fold0_special-methods: uses no base model: its mode is not full_fine_tuning; see modes in base_models\n"
-    )
 
 
 # ---------------------------------------------------------------- the programs themselves
@@ -342,7 +331,7 @@ def test_the_helper_works_from_another_directory_with_spaces_in_paths(directory:
     assert "\nbase models        3; 0 in the cache, 3 to train\n" in out
 
 
-def test_the_cache_is_listed_verified_and_pruned(directory: Path) -> None:
+def test_the_cache_is_listed_and_pruned(directory: Path) -> None:
     known = {"model": "small", "mode": "base_only"}
     first = train(digests()[0], created=10**9, held_out_loss=1.25, settings={**known, "lr": 0.1})
     second = train("e" * 64, created=10**9, held_out_loss=1.25, settings={**known, "lr": 0.2})
@@ -354,23 +343,15 @@ def test_the_cache_is_listed_verified_and_pruned(directory: Path) -> None:
         [(first.name, "1.0", "1.250", "ok", "lr=0.1"), (second.name, "1.0", "1.250", "ok", "lr=0.2")]
     )
     assert out.splitlines()[-1] == "2 base models, 2.0 MB, in experiments/base_models"
-    assert run_program(PROGRAM, "cache", "verify", cwd=directory)[0] == 0
 
     damaged = bytearray((second / WEIGHTS).read_bytes())
     damaged[1000] ^= 4
     (second / WEIGHTS).write_bytes(damaged)
     assert run_program(PROGRAM, "cache", "list", cwd=directory)[0] == 0  # `list` reads no weights
-    code, out, _ = run_program(PROGRAM, "cache", "verify", cwd=directory)
-    assert code == 1
-    assert out.splitlines()[-1].startswith("damaged: ")
-    assert out.splitlines()[-1].endswith(
-        f"{second.name}/{WEIGHTS}: damaged: its checksum is not the one in manifest.json"
-    )
-
     assert run_program(PROGRAM, "cache", "prune", cwd=directory) == (
         0, f"removed: {second.name}\n1 base model removed, 1 left\n", "",
     )  # fmt: skip
-    assert run_program(PROGRAM, "cache", "prune", "--keep-used", "--jobs-config", "jobs.json", cwd=directory) == (
+    assert run_program(PROGRAM, "cache", "prune", "--jobs-config", "jobs.json", cwd=directory) == (
         0, "0 base models removed, 1 left\n", "",
     )  # fmt: skip
     assert first.exists()
@@ -397,7 +378,7 @@ def test_prune_removes_unneeded_base_models_unless_in_use(capsys: pytest.Capture
     base_model.new_staging(CACHE, digests()[0])
     user = Cache(Path.cwd())
     assert user.claim("d" * 64) == "ready"
-    call = ["cache", "prune", "--keep-used", "--jobs-config", "jobs.json"]
+    call = ["cache", "prune", "--jobs-config", "jobs.json"]
     assert two_phase.main(call) == 0
     assert capsys.readouterr().out == (
         f"removed: {other.name}\nkept, in use: {used.name}\n1 base model removed, 2 left\n"
@@ -412,12 +393,12 @@ def test_prune_removes_unneeded_base_models_unless_in_use(capsys: pytest.Capture
 def test_prune_uses_the_base_models_section_of_the_cluster_config(capsys: pytest.CaptureFixture[str]) -> None:
     cluster({"version": 2}, name="c.json")
     old, new = train(digests()[0]), train(digests(version=2)[0])
-    call = ["cache", "prune", "--keep-used", "--jobs-config", "jobs.json", "--cluster-config", "c.json"]
+    call = ["cache", "prune", "--jobs-config", "jobs.json", "--cluster-config", "c.json"]
     assert two_phase.main(call) == 0
     assert (old.exists(), new.exists()) == (False, True)
 
 
-@pytest.mark.parametrize("what", ["list", "verify", "prune"])
+@pytest.mark.parametrize("what", ["list", "prune"])
 def test_a_missing_cache_is_empty_and_not_created(what: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert two_phase.main(["cache", what]) == 0
     expected = "0 base models removed, 0 left" if what == "prune" else f"0 base models, 0.0 MB, in {CACHE}"
@@ -430,10 +411,10 @@ def test_a_missing_cache_is_empty_and_not_created(what: str, capsys: pytest.Capt
     [
         ([], "the following arguments are required: what"),
         (["clean"], "argument what: invalid choice: 'clean' (choose from "),
-        (["prune", "--keep-used"], "--keep-used: needs --jobs-config FILE"),
-        (["prune", "--jobs-config", "jobs.json"], "--jobs-config: only with --keep-used"),
-        (["prune", "--keep-used", "--jobs-config", "none.json"], "none.json: cannot read it"),
-        (["prune", "--keep-used", "--jobs-config", "jobs.json", "--base-models", "jobs.json"], "jobs.json: "),
+        (["prune", "--keep-used"], "--keep-used: leave it out; --jobs-config FILE keeps only the base models that its"),
+        (["prune", "--jobs-config", "none.json"], "none.json: cannot read it"),
+        (["prune", "--jobs-config", "jobs.json", "--cluster-config", "jobs.json"], "jobs.json: "),
+        (["verify"], "verify: replaced by scripts/doctor.sh, which compares the files of base models with their"),
         (["list", "--verify"], "unrecognized arguments: --verify"),
     ],
 )

@@ -407,14 +407,37 @@ def files_except_locks(cache: Path) -> list[str]:
     return [path.name for path in cache.iterdir() if path.suffix != ".lock"]
 
 
-def test_eviction_removes_the_output_of_a_training_from_its_server(tmp_path: Path) -> None:
+NO_ROOM = f"base {hash_of(B)}: {CACHE}: No space left on device: 1 MiB free, 2 MiB needed"
+
+
+def test_a_server_without_space_for_a_base_model_removes_the_outputs_of_finished_trainings(tmp_path: Path) -> None:
+    async def scenario() -> None:
+        one, two = Server("one"), Server("two")
+        jobs = [trainer(A), trainer(B), experiment(1, B)]
+        for server, count in ((one, 1), (two, 2)):  # each server trains one base model
+            async with ListRun(tmp_path, server, jobs=jobs[:count]) as run:
+                await run.finished()
+        one.base_errors = [NotStarted(NO_ROOM)]
+        async with ListRun(tmp_path, one, jobs=jobs) as run:
+            await run.finished()
+        assert run.states() == ["done"] * 3
+        assert (one.removed, one.bases) == ([f"{TRAINING}/{hash_of(A)}"], [B])
+        assert f"one: {NO_ROOM}; {TRAINING}/{hash_of(A)} is removed there" in run.log
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("reason", [NO_ROOM, "rsync: permission denied"])
+def test_nothing_is_removed_if_no_training_ran_there_or_the_error_is_another(reason: str, tmp_path: Path) -> None:
     async def scenario() -> None:
         one = Server("one")
-        async with ListRun(tmp_path, one, jobs=[trainer(A), experiment(1, A)], evict=True) as run:
+        one.base_errors = [NotStarted(reason)]
+        jobs = [experiment(1, A)] if reason == NO_ROOM else [trainer(A), experiment(1, A)]
+        publish(A)
+        async with ListRun(tmp_path, one, jobs=jobs) as run:
             await run.finished()
-        assert one.removed == [f"{TRAINING}/{hash_of(A)}"]
-        assert one.bases == [A, A], "its server copies the base model to its cache first"
-        assert run.states() == ["done", "done"]
+        assert (one.removed, run.states()) == ([], ["done"] * len(jobs))
+        assert any("was not started: " + reason in line for line in run.log)
 
     asyncio.run(scenario())
 
@@ -446,18 +469,6 @@ def test_the_copy_of_a_base_model_is_repeated_after_a_lost_connection(tmp_path: 
             await run.finished()
         assert run.states() == ["done"] * 2
         assert any("was not started: rsync: connection unexpectedly closed" in line for line in run.log)
-
-    asyncio.run(scenario())
-
-
-def test_eviction_keeps_the_output_if_the_server_has_no_space_for_the_base_model(tmp_path: Path) -> None:
-    async def scenario() -> None:
-        one = Server("one")
-        one.base_errors = [NotStarted("no room")]
-        async with ListRun(tmp_path, one, jobs=[trainer(A)], evict=True) as run:
-            await run.finished()
-        assert (run.states(), one.removed) == (["done"], [])
-        assert any("not removed: no room" in line for line in run.log)
 
     asyncio.run(scenario())
 
@@ -684,7 +695,7 @@ def test_the_state_shows_the_training_that_a_job_waits_for(tmp_path: Path) -> No
 NAMES = ["01", "02", "03"]
 HELPER_CALL = ("distributed_train_helper.py", "jobs_config.json")
 CALL = ("run_two_phase_training.py", "--cluster-config", "cluster_config.json", "--jobs-config", "jobs_config.json",
-        "--script-path", "oct1_train.py", "--backend", "local", "--slots", "4", "--no-tmux")  # fmt: skip
+        "--script", "oct1_train.py", "--backend", "local", "--slots", "4", "--no-tmux")  # fmt: skip
 
 
 @pytest.fixture
@@ -712,9 +723,9 @@ def test_the_worked_example_starts_15_experiments_from_one_base_model_and_report
     """The base model is trained on all participants, also on those that the experiments hold out."""
     shown = worked_example(*HELPER_CALL)
     assert (shown.returncode, shown.stderr) == (0, "")
-    assert "script             train.py; " in shown.stdout  # the default, without --script-path
+    assert "script             train.py; " in shown.stdout  # the default, without --script
     assert "leaks              15 jobs\n" in shown.stdout
-    shown = worked_example(*HELPER_CALL, "--script-path", str(tmp_path / "oct1_train.py"))
+    shown = worked_example(*HELPER_CALL, "--script", str(tmp_path / "oct1_train.py"))
     [name] = re.findall(r"^([0-9a-f]{12})  no      15 ", shown.stdout, re.MULTILINE)
 
     refused = worked_example(*CALL, "--refuse-leaks")

@@ -17,6 +17,17 @@ list() { # <subcommand> [argument...]
 }
 
 
+# Verify all published base models, on this machine and on these nodes.
+all_valid() { # [node...]
+  local node program='import sys; sys.path.insert(0, sys.argv[1]); from distributed.training import base_model as base
+for path in (f"{base.CACHE}/{name}" for name in base.names_in(base.CACHE)): base.verify(path)'
+  run -0 "${DISPATCH[0]}" -c "$program" "$KIT"
+  for node; do
+    run -0 on "$node" env --chdir "$WORK" "${DISPATCH[0]}" -c "$program" "$KIT"
+  done
+}
+
+
 # A Python expression can use r (results.json), job (its jobs by name), last (their last attempts), started (the lines
 # of STARTED, each split) and began (the names of started jobs).
 holds() { # <Python expression>: succeeds if it is true

@@ -37,7 +37,7 @@ from distributed.world import World
 
 CPU = torch.device("cpu")
 
-QUICK = ("--max-bytes", "4K", "--seconds", "0.1", "--timeout", "120")
+QUICK = ("--max-bytes", "4096", "--seconds", "0.1", "--timeout", "120")
 NAMES = ["reply", *collective_checks.CHECKS, "links", "bandwidth", "pace"]
 
 
@@ -241,7 +241,7 @@ def test_a_slow_rank_is_reported(start: Callable[..., ForkedRun]) -> None:
     assert ranks[1]["factor"] > 2
 
 
-SHORT_TIMEOUT = ("--json", "--max-bytes", "4K", "--seconds", "0.1", "--timeout", "10")
+SHORT_TIMEOUT = ("--json", "--max-bytes", "4096", "--seconds", "0.1", "--timeout", "10")
 
 
 def freezes(rank: int) -> None:
@@ -364,7 +364,7 @@ def on_a_slow_node(rank: int) -> None:
 
 
 def test_links_between_nodes_are_measured_and_a_slow_node_is_reported(start: Callable[..., ForkedRun]) -> None:
-    results = start(3, "--json", "--max-bytes", "64K", "--seconds", "0.1", trouble=on_a_slow_node).results()
+    results = start(3, "--json", "--max-bytes", "65536", "--seconds", "0.1", trouble=on_a_slow_node).results()
     assert [one.code for one in results.values()] == [1, 1, 1], results
     (fault,) = check_of(results[0], "links")["faults"]
     assert (fault["rank"], fault["host"]) == (2, "host2")
@@ -385,13 +385,6 @@ def test_the_json_file_is_in_the_run_directory(tmp_path: Path, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--min-bytes", "3Q"], "expected a size in bytes such as 1024, 64K, 16M or 1G, got '3Q'"),
-        (["--min-bytes", "0"], "got '0'"),
-        (["--max-bytes", ""], "got ''"),
-        (["--max-bytes", "512"], "--max-bytes 512 is less than --min-bytes 1024"),
-        (["--seconds", "-1"], "expected a number of seconds above 0, got '-1'"),
-        (["--timeout", "nan"], "got 'nan'"),
-        (["--timeout", "inf"], "got 'inf'"),
         (["--backend", "mpi"], "'mpi'"),
         (["--jso"], "--jso"),
         (["3"], "3"),
@@ -509,17 +502,9 @@ def test_bus_bandwidth_is_defined_as_in_nccl_tests(collective: str, ranks: int, 
     assert speed.bus_gb_per_second == pytest.approx(bus)
 
 
-@pytest.mark.parametrize(
-    ("smallest", "largest", "sizes"),
-    [(1024, 1024, [1024]), (1024, 16384, [1024, 4096, 16384]), (5, 79, [5, 20]), (5, 80, [5, 20, 80])],
-)
-def test_message_sizes_grow_by_a_factor_of_4(smallest: int, largest: int, sizes: list[int]) -> None:
-    assert collective_checks.message_sizes(smallest, largest) == sizes
-
-
-@pytest.mark.parametrize(("text", "size"), [("8", 8), ("1K", 1024), ("64k", 65536), ("16M", 2**24), ("1G", 2**30)])
-def test_sizes_are_parsed_as_in_nccl_tests(text: str, size: int) -> None:
-    assert collective_checks.byte_size(text) == size
+@pytest.mark.parametrize(("largest", "sizes"), [(1024, [1024]), (16383, [1024, 4096]), (16384, [1024, 4096, 16384])])
+def test_message_sizes_grow_by_a_factor_of_4(largest: int, sizes: list[int]) -> None:
+    assert collective_checks.message_sizes(largest) == sizes
 
 
 @pytest.mark.parametrize(

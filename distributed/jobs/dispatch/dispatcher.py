@@ -41,7 +41,7 @@ class Dispatcher:
         self._events = events = EventQueue()
         self._limits = Limits(recorder, policy, self._jobs, self._cancel)
         self.starts = Starts(recorder, events, self._jobs, links, cache, policy.drain)
-        self._endings = Endings(recorder, events, self._jobs, links, self.starts, self._limits, cache, policy.evict)
+        self._endings = Endings(recorder, events, self._jobs, links, self.starts, self._limits, cache)
         self.connections = Connections(recorder, events, links, policy, self.starts)
         self._running = RunningAttempts(
             recorder, events, self._jobs, links, self.connections, self.starts, self._endings

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distributed.jobs.dispatch.connections import RETRY_DELAYS
@@ -14,13 +13,13 @@ from distributed.jobs.dispatch.recorder import Recorder
 from distributed.jobs.dispatch.starts import Starts
 from distributed.jobs.journal.state import NOT_COPIED, Attempt, JobState, classify_end
 from distributed.jobs.lists.job import Job
-from distributed.jobs.schedule.backend import Event, JobServer, NotStarted, ServerLink, Unreachable
+from distributed.jobs.schedule.backend import Event, JobServer, ServerLink, Unreachable
 from distributed.jobs.schedule.base_cache import Cache
-from distributed.training.base_model import BaseModelError, hash_of
+from distributed.training.base_model import BaseModelError
 
 MAX_FAILED_COPIES = 6  # consecutive failures after which the results of an attempt are no longer copied
 MAX_LOST_COPIES = 50  # used instead of MAX_FAILED_COPIES if the last failure is a lost connection
-NO_SPACE = ("No space left on device", "Disk quota exceeded")  # errors after which copying is retried without a limit
+NO_SPACE = ("No space left on device", "Disk quota exceeded")
 SHOWN = 5  # maximum number of names in a message
 
 
@@ -29,12 +28,12 @@ class Endings:
 
     def __init__(
         self, recorder: Recorder, events: EventQueue, jobs: Mapping[str, Job], links: Mapping[str, ServerLink],
-        starts: Starts, limits: Limits, cache: Cache | None, evict: bool,
+        starts: Starts, limits: Limits, cache: Cache | None,
     ) -> None:  # fmt: skip
-        """jobs: of the list, by id. cache: required for base models. evict: see Policy."""
+        """jobs: of the list, by id. cache: required for base models."""
         self._recorder, self._state, self._events = recorder, recorder.state, events
         self._jobs, self._links, self._starts, self._limits = jobs, links, starts, limits
-        self._cache, self._evict = cache, evict
+        self._cache = cache
 
     # ---- the end of an attempt
 
@@ -156,12 +155,6 @@ class Endings:
         await asyncio.to_thread(self._cache.publish, digest, job.job.output, **facts)
         self._starts.waiting.claimed[digest] = "ready"
         server.pool.bases.add(digest)
-        if self._evict:
-            try:
-                await ensure_base(server, digest, self._recorder.log)
-                await server.remove_output(job.job.output)
-            except NotStarted as error:
-                self._recorder.log(f"{server.name}: {job.job.output} not removed: {error}")
 
     def on_results_fetched(self, event: Event) -> None:
         job = self._state.jobs[event.facts["job"]]
@@ -211,17 +204,11 @@ async def cancellation_result(server: JobServer, attempt: Attempt) -> str:
     return "; ".join(filter(None, ["no process remains", ", ".join(shown)]))
 
 
-async def ensure_base(server: JobServer, digest: str, log: Callable[[str], None]) -> None:
-    """Copy a base model to a server, unless a valid one is there. Raises NotStarted, OSError and Unreachable."""
-    start = time.monotonic()
-    copied = await server.ensure_base(digest)
-    server.pool.bases.add(digest)
-    if copied:
-        took = time.monotonic() - start
-        log(f"{server.name}: received base {hash_of(digest)} ({copied / 1e6:.1f} MB in {took:.1f} s)")
-
-
 def gives_up_copying(error: Exception, failures: int) -> bool:
     """Whether to stop copying the results of an attempt. failures: number of consecutive errors, including `error`."""
     limit = MAX_LOST_COPIES if isinstance(error, Unreachable) else MAX_FAILED_COPIES
-    return failures >= limit and not any(sign in str(error) for sign in NO_SPACE)
+    return failures >= limit and not lacks_space(error)
+
+
+def lacks_space(error: Exception) -> bool:
+    return any(sign in str(error) for sign in NO_SPACE)

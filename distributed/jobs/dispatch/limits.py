@@ -22,7 +22,6 @@ class Policy:
     lost_after: float = 600.0  # seconds without a connection after which the jobs of a server restart elsewhere
     gpu_free_mib: int | None = None  # MiB that must be free on a GPU; None: see connections.GPU_IN_USE_MIB
     drain: bool = False  # start no jobs; return when all requests to cancel are done
-    evict: bool = False  # remove the output directory of a training once its base model is in the cache
 
 
 class Limits:

@@ -9,13 +9,14 @@ from typing import Any
 
 from distributed.jobs.dispatch import connections
 from distributed.jobs.dispatch.connections import Connections
-from distributed.jobs.dispatch.endings import Endings, ensure_base
+from distributed.jobs.dispatch.endings import Endings, lacks_space
 from distributed.jobs.dispatch.events import EventQueue
 from distributed.jobs.dispatch.recorder import Recorder
 from distributed.jobs.dispatch.starts import Starts
 from distributed.jobs.journal.state import Attempt
 from distributed.jobs.lists.job import Job
-from distributed.jobs.schedule.backend import Event, NotStarted, ServerLink, Unreachable
+from distributed.jobs.schedule.backend import Event, JobServer, NotStarted, ServerLink, Unreachable
+from distributed.training.base_model import hash_of
 
 
 class RunningAttempts:
@@ -49,7 +50,7 @@ class RunningAttempts:
                 if jobs_elsewhere:
                     await server.send_results([self._state.jobs[each].job for each in jobs_elsewhere])
                 if job.base and not attempt.queued_after:  # if set, the training is still queued there
-                    await ensure_base(server, job.base, self._recorder.log)
+                    await self._ensure_base(server, job.base)
             except Unreachable as error:  # before the start request, so the attempt was not started
                 raise NotStarted(str(error)) from None
             reply = await server.start(attempt, job, [each.job.output for each in needed])
@@ -62,6 +63,30 @@ class RunningAttempts:
             self._events.post(Event("started", attempt.server, {"attempt": attempt.name, **reply}))
         finally:
             self._starting.discard(attempt.name)
+
+    async def _ensure_base(self, server: JobServer, digest: str) -> None:
+        """Copy a base model to a server, unless a valid one is there. Raises NotStarted, OSError and Unreachable.
+
+        If there is no space, the server's copies of the outputs of the list's trainings, of which this machine has
+        copies, are removed first.
+        """
+        start = time.monotonic()
+        try:
+            copied = await server.ensure_base(digest)
+        except NotStarted as error:
+            trained = [each for each in self._state.jobs.values() if each.job.trains and each.state == "done"]
+            spare = [each for each in trained if any(attempt.server == server.name for attempt in each.attempts)]
+            if not (spare and lacks_space(error)):
+                raise
+            for each in spare:
+                self._recorder.log(f"{server.name}: {error}; {each.job.output} is removed there")
+                await server.remove_output(each.job.output)
+            copied = await server.ensure_base(digest)
+        server.pool.bases.add(digest)
+        if copied:
+            took = time.monotonic() - start
+            size = f"{copied / 1e6:.1f} MB in {took:.1f} s"
+            self._recorder.log(f"{server.name}: received base {hash_of(digest)} ({size})")
 
     def on_started(self, event: Event) -> None:
         attempt = self._state.open.get(event.facts["attempt"])

@@ -347,7 +347,8 @@ class Service:
         found = os.statvfs(self._cache)
         free, size = found.f_bavail * found.f_frsize, base_model.size_of(manifest)
         if size > free:
-            return {"state": "failed", "reason": f"{self._cache}: {free >> 20} MiB free, {size >> 20} MiB needed"}
+            reason = f"{self._cache}: {os.strerror(errno.ENOSPC)}: {free >> 20} MiB free, {size >> 20} MiB needed"
+            return {"state": "failed", "reason": reason}
         staging = base_model.new_staging(self._cache, digest)
         return {"state": "copy", "staging": os.path.relpath(staging, self.workdir)}
 

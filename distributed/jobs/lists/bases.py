@@ -22,7 +22,7 @@ from functools import cache
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from distributed.jobs.lists.config import BaseModels, ClusterConfig, options_of, raise_faults, read_base_models
+from distributed.jobs.lists.config import BaseModels, ClusterConfig, options_of, raise_faults
 from distributed.jobs.lists.job import DEVICE, Job, Options, arguments, job_id
 from distributed.terminal import plural
 from distributed.training import fold
@@ -52,11 +52,11 @@ TRAIN_DEFAULTS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Rules:
-    """Whether each key of a job is a base, experiment or ignored key, and the defaults of missing keys."""
+    """Whether each key of a job is a base or experiment key, and the defaults of missing keys."""
 
     script: str
     section: BaseModels
-    key_classes: Mapping[str, str]  # key -> base, experiment or ignored
+    key_classes: Mapping[str, str]  # key -> base or experiment
     script_defaults: Mapping[str, Any]
     options: Options  # of the jobs that train base models
 
@@ -64,10 +64,10 @@ class Rules:
     def of(cls, section: BaseModels, script: str) -> Rules:
         """The rules of a section base_models for a script. Raises ConfigError for a default of a non-base key."""
         classes = dict.fromkeys(BASE, "base") | dict.fromkeys(EXPERIMENT, "experiment")
-        for key_class in ("base", "experiment", "ignored"):
+        for key_class in ("base", "experiment"):
             classes |= dict.fromkeys(getattr(section, key_class), key_class)
         for one, other in (HELD_OUT, HELD_OUT[::-1]):  # both keys name the held-out participant
-            if one in section.base and other not in (*section.experiment, *section.ignored):
+            if one in section.base and other not in section.experiment:
                 classes[other] = "base"
         raise_faults([
             f"base_models: defaults: {key}: not a base key, its default has no effect; list it under base, or remove it"
@@ -142,10 +142,9 @@ class Rules:
         return arguments_in({**defaults, **explicit})
 
 
-def rules_of(base_models: Path | None, cluster: ClusterConfig | None, script: str) -> Rules:
-    """The rules in the file base_models or, if it is None, in the cluster config. Raises ConfigError."""
-    section = read_base_models(base_models) if base_models else cluster.base_models if cluster else BaseModels()
-    return Rules.of(section, script)
+def rules_of(cluster: ClusterConfig | None, script: str) -> Rules:
+    """The rules in the cluster config. Raises ConfigError."""
+    return Rules.of(cluster.base_models if cluster else BaseModels(), script)
 
 
 @cache
@@ -280,7 +279,7 @@ def unclassified_fault(key: str, jobs: Sequence[Job], rules: Rules) -> str:
     return (
         f"key {key!r} of job {jobs[0].name}{others}: not classified; "
         + (f"did you mean {close[0]!r}? Otherwise " if close else "")
-        + "list it in base_models: under base if base models depend on it, else under experiment or ignored"
+        + "list it in base_models: under base if base models depend on it, else under experiment"
     )
 
 

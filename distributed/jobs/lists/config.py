@@ -19,11 +19,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError, field_validator, model_validator
 
-from distributed.files import KIT
+from distributed.files import KIT, removed
 from distributed.jobs.host.outputs import AFTER
 from distributed.jobs.lists.job import (
     ALL_GPUS,
@@ -129,25 +129,23 @@ class Server(ServerOptions):
 
 
 class BaseModels(StrictModel):
-    """Which keys of a job are base, experiment or ignored keys, and how base models are trained; see bases.py.
+    """Which keys of a job are base or experiment keys, and how base models are trained; see bases.py.
 
     The default lists in bases.py apply to the keys that are not listed here.
     """
 
     base: list[Text] = Field(default_factory=list)  # settings that determine the weights of a base model
-    experiment: list[Text] = Field(default_factory=list)  # settings of the experiment that starts from a base model
-    ignored: list[Text] = Field(default_factory=list)  # settings without effect on results
+    experiment: list[Text] = Field(default_factory=list)  # other settings
     defaults: dict[str, Any] = Field(default_factory=dict)  # values of base keys that a job does not set
     modes: list[Text] | None = Field(["full_fine_tuning"])  # jobs with such a `mode` start from a base model; null: all
     version: int = 1  # increment it after a change of the script or of the data in data_path
     options: dict[str, Any] = Field(default_factory=dict)  # such as _timeout, for the jobs that train base models
-    expected_mb: float | None = Field(None, gt=0)  # size of a base model, for the plan
 
     @model_validator(mode="after")
     def _check_classes(self) -> BaseModels:
-        for key, count in Counter([*self.base, *self.experiment, *self.ignored]).items():
+        for key, count in Counter([*self.base, *self.experiment]).items():
             if count > 1:
-                raise ValueError(f"{key} is listed {count} times; list it in one of base, experiment, ignored")
+                raise ValueError(f"{key} is listed {count} times; list it in one of base, experiment")
         return self
 
     @field_validator("options")
@@ -165,7 +163,7 @@ class BaseModels(StrictModel):
 class ClusterConfig(StrictModel):
     """cluster_config.json."""
 
-    servers: list[Server] = Field(min_length=1)
+    servers: list[Server] = Field(default_factory=list)  # not needed for --backend local
     script_path: Text = "train.py"
     defaults: ServerOptions = Field(default_factory=ServerOptions)
     sbatch: list[Text] = Field(default_factory=list)  # options of sbatch for --backend slurm
@@ -269,25 +267,13 @@ def refuse_planted(paths: Iterable[str], trusted: Iterable[str]) -> None:
 
 def read_cluster(path: Path) -> ClusterConfig:
     """Read cluster_config.json. Raises ConfigError."""
-    return _read_model(path, ClusterConfig, "servers")
-
-
-def read_base_models(path: Path) -> BaseModels:
-    """Read a file that contains only the section base_models. Raises ConfigError."""
-    return _read_model(path, BaseModels, ", ".join(BaseModels.model_fields), within="base_models")
-
-
-Model = TypeVar("Model", bound=BaseModel)
-
-
-def _read_model(path: Path, model: type[Model], keys: str, within: str = "") -> Model:
     tree = _parse(path)
     if not isinstance(tree, dict):
-        raise ConfigError(f"{path}: contains {_kind(tree)}; expected an object with {keys}")
+        raise ConfigError(f"{path}: contains {_kind(tree)}; expected an object with servers")
     try:
-        return model.model_validate(tree)
+        return ClusterConfig.model_validate(tree)
     except ValidationError as error:
-        raise ConfigError("\n".join(_explain(error, str(path), within=within))) from None
+        raise ConfigError("\n".join(_explain(error, str(path)))) from None
 
 
 def read_jobs(
@@ -493,15 +479,15 @@ def _kind(value: Any) -> str:
     return names.get(type(value), "a number")
 
 
-def _explain(error: ValidationError, source: str, prefix: str = "", within: str = "") -> Iterator[str]:
-    """One line per fault. prefix: precedes each key, such as `_`. within: the only section that the file contains."""
+def _explain(error: ValidationError, source: str, prefix: str = "") -> Iterator[str]:
+    """One line per fault. prefix: precedes each key, such as `_`."""
     for fault in error.errors():
         location = [str(part) for part in fault["loc"]]
         key = prefix + ".".join(location)
-        location = [within, *location] if within else location
         start = f"{source}: {key}" if source and key else key or source
         if fault["type"] == "extra_forbidden":
-            yield f"{start}: unknown key; {_suggestion(location, prefix)}"
+            refusal = removed(location[-1:]).partition(": ")[2]
+            yield f"{start}: {refusal or f'unknown key; {_suggestion(location, prefix)}'}"
         elif fault["type"] == "missing":
             yield f"{start}: missing; add it"
         else:

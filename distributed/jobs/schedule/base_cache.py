@@ -58,7 +58,7 @@ class Cache:
     def digest_of(self, name: str) -> str:
         """The full digest of a valid base model in the cache. Raises BaseModelError."""
         manifest = base_model.read_manifest(self.path(name))
-        refuse_other_name(self.path(name), manifest)
+        base_model.refuse_other_name(self.path(name), manifest)
         return str(self.verify(manifest["digest"])["digest"])
 
     def claim(self, digest: str) -> str:
@@ -122,27 +122,19 @@ class Cached:
         return base_model.size_of(self.manifest) if self.manifest else 0
 
 
-def cached(cwd: Path, verify: bool) -> list[Cached]:
-    """All base models of a cache. verify: read all their files."""
+def cached(cwd: Path) -> list[Cached]:
+    """All base models of a cache. Their weights are not read."""
     found = []
     directory = str(cwd / CACHE)
     for name in base_model.names_in(directory):
         path, manifest, fault = os.path.join(directory, name), {}, ""
         try:
             manifest = base_model.read_manifest(path)
-            refuse_other_name(path, manifest)
-            if verify:
-                base_model.check_files(path, manifest)
+            base_model.refuse_other_name(path, manifest)
         except BaseModelError as error:
             fault = str(error)
         found.append(Cached(name, fault, manifest))
     return found
-
-
-def refuse_other_name(path: str, manifest: Manifest) -> None:
-    """Raise BaseModelError if the digest in a manifest does not match the name of its directory."""
-    if (found := base_model.hash_of(manifest["digest"])) != os.path.basename(path):
-        raise BaseModelError(f"{path}: holds the base model {found}; remove it")
 
 
 def prune(cwd: Path, keep: Collection[str] | None = None) -> tuple[list[str], list[str]]:
@@ -173,7 +165,7 @@ def prune(cwd: Path, keep: Collection[str] | None = None) -> tuple[list[str], li
 def valid(path: str) -> bool:
     """Whether a base model is complete and undamaged. Reads all its files."""
     try:
-        refuse_other_name(path, base_model.verify(path))
+        base_model.refuse_other_name(path, base_model.verify(path))
     except BaseModelError:
         return False
     return True
