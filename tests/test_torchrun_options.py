@@ -24,7 +24,7 @@ FLAGS |= {"--virtual_local_rank"}
 def test_an_option_of_torchrun_is_taken_or_refused_with_a_remedy(option: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").touch()
     value = [] if option in FLAGS else [VALUES.get(option, "x")]
-    call = [KIT / "scripts/muster", "run", "--dry-run", "-n", "1", option, *value, "script.py", "--y"]
+    call = [str(KIT / "scripts/muster"), "run", "--dry-run", "-n", "1", option, *value, "script.py", "--y"]
     done = subprocess.run(call, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     if done.returncode:
         assert done.returncode == 2, done.stderr
