@@ -24,6 +24,7 @@ from itertools import count
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from distributed.attempts import newest
 from distributed.exit_codes import STOPPED, TERMINATED, TIMED_OUT, UNFIT
 from distributed.files import write_file, write_json
 from distributed.host import signals
@@ -214,6 +215,7 @@ class Watch:
     def open(self, run: Run) -> None:
         """Set the run that is watched."""
         self.run, self.directory, self.spares = run, run.directory, list(run.spares)
+        self.attempt_directory = Path(newest(run.directory))
         self.console.log = run.directory / "launcher.log"
         for node in (*run.nodes, *run.spares):
             self.nodes.setdefault(node.node, NodeState())
@@ -271,7 +273,8 @@ class Watch:
     def supervisor_command(self) -> list[str]:
         """The supervisor's command line for an attempt, without the node's name and without the agent's command."""
         program = [*self.supervisor[:-1], "launch.follow"] if self.lease == 0 else [*self.supervisor, "run"]
-        command = [*program, "--dir", str(self.directory), "--grace", str(self.options.grace)]
+        command = [*program, "--dir", str(self.directory), "--attempt", str(self.restart_count + 1)]
+        command += ["--grace", str(self.options.grace)]
         command += ["--console-rank", self.console_rank]
         if self.terminals:
             command += ["--terminals", self.terminals]
@@ -323,6 +326,7 @@ class Watch:
         """The request that makes a waiting agent start the next attempt."""
         agent = self.options.agent
         facts = {
+            "attempt": str(self.restart_count + 1),
             "environment": self._counts,
             "processes": {node.node: node.processes for node in self.run.nodes} if self._names_nodes else {},
             "console_rank": self.console_rank,
@@ -499,7 +503,7 @@ class Watch:
             self.node_failed(UNFIT if client.code == UNREACHABLE else client.code)
         for node in unended:
             if client.code and len(unended) < len(self.run.nodes):
-                if (code := read_code(str(self.directory / f"node_{node}.exit"))) is None:
+                if (code := read_code(str(self.attempt_directory / f"node_{node}.exit"))) is None:
                     self.node_lost(node)
                 else:  # output of the login shell may have damaged its report
                     self.node_ended(node, code)
@@ -508,10 +512,11 @@ class Watch:
     def _unreported(self, node: str, client: Client) -> None:
         """Handle the end of a client that has not passed on the exit code of its supervisor."""
         code = client.code
-        recorded = read_code(str(self.directory / f"node_{node}.exit"))
+        recorded = read_code(str(self.attempt_directory / f"node_{node}.exit"))
         exited = recorded is not None
         lost = code == UNREACHABLE or (code > 128 and not self._requested)
-        runs_on = self.nodes[node].runs_on or (self.lease == 0 and (self.directory / f"node_{node}.pid").exists())
+        started = self.lease == 0 and (self.attempt_directory / f"node_{node}.reserved").exists()
+        runs_on = self.nodes[node].runs_on or started
         if not exited and (lost or (self.transport.reports and runs_on)):
             if self.transport.reports and client.process.returncode < 0:
                 self.console.record(f"{node}: the launcher's client (process {client.process.pid}) was killed")
@@ -534,8 +539,9 @@ class Watch:
             message = f"its ssh client on the launching side (process {client.process.pid}) was killed by {name}"
         else:
             message = f"ssh on the launching side exited with code {code}"
+        path = self.attempt_directory / "errors" / f"connection_{node}.json"
         with contextlib.suppress(OSError):
-            write_json(self.directory / "errors" / f"connection_{node}.json", {"message": message, "time": time.time()})
+            write_json(path, {"message": message, "time": time.time()})
 
     def _reconnect(self, node: str) -> None:
         """Follow a node again whose command continues without a connection. If the run ends first, the node is lost."""
@@ -562,7 +568,7 @@ class Watch:
 
     def _login_shell_failed(self, node: str) -> bool:
         with contextlib.suppress(OSError):
-            return f"{node}: {LOGIN_SHELL}" in read_text(self.directory / f"node_{node}.log")
+            return f"{node}: {LOGIN_SHELL}" in read_text(self.attempt_directory / f"node_{node}.log")
         return False
 
     def node_ended(self, node: str, code: int) -> None:
@@ -656,14 +662,14 @@ class Watch:
         self.loop.call_later(RETURN_INTERVAL, call)
 
     def is_lost(self, node: str) -> bool:
-        return (self.directory / f"node_{node}.lost").exists()
+        return (self.attempt_directory / f"node_{node}.lost").exists()
 
     def mark_lost(self, node: str, reason: str = CONNECTION_LOST) -> None:
         """Record for the verdict that a node does not reply."""
         self.notify_lost(node, reason)
         if self.replaces:
             self._await_return(self._node(node))
-        path, text = self.directory / f"node_{node}.lost", reason.removeprefix(CONNECTION_LOST)
+        path, text = self.attempt_directory / f"node_{node}.lost", reason.removeprefix(CONNECTION_LOST)
         with contextlib.suppress(OSError), open(path, "w", opener=regular_file) as file:
             file.write(text)
 
@@ -771,14 +777,14 @@ class Watch:
     def record_reported(self) -> None:
         """Write for the verdict what nodes have reported, but could not write to their disks."""
         for node, known in self.nodes.items():
-            if known.reported is not None and not (self.directory / f"node_{node}.exit").exists():
+            if known.reported is not None and not (self.attempt_directory / f"node_{node}.exit").exists():
                 self._record_end(node, known.reported, known.unlogged)
 
     def _record_end(self, node: str, code: int, lines: str) -> None:
         with contextlib.suppress(OSError):
-            with open(self.directory / f"node_{node}.log", "ab", opener=regular_file) as log:
+            with open(self.attempt_directory / f"node_{node}.log", "ab", opener=regular_file) as log:
                 log.write(lines.encode(errors="replace"))
-            write_file(self.directory / f"node_{node}.exit", f"{code}\n")
+            write_file(self.attempt_directory / f"node_{node}.exit", f"{code}\n")
 
     # ---- requests
 
@@ -871,7 +877,7 @@ class Watch:
         """Record a signal for the verdict."""
         facts = {"signal": name, "sender": "to the launcher", "time": time.time()}
         with contextlib.suppress(OSError):
-            write_json(self.directory / "errors" / f"signal_launcher_{name}.json", facts)
+            write_json(self.attempt_directory / "errors" / f"signal_launcher_{name}.json", facts)
 
     @property
     def is_ending(self) -> bool:
@@ -880,7 +886,7 @@ class Watch:
     def stop_hung_run(self, record: dict[str, Any]) -> None:
         """Stop a run that hangs. record: the content of hang.json."""
         with contextlib.suppress(OSError):
-            write_json(self.directory / "hang.json", record)
+            write_json(self.attempt_directory / "hang.json", record)
         self.status = TIMED_OUT
         self.console.record("the run hangs; stopping it")
         self._schedule(0.0, "fail" if self.agents_stay else "stop")
