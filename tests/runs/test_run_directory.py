@@ -57,7 +57,11 @@ def test_the_directory_has_the_exact_command(tmp_path: Path) -> None:
     directory = create(tmp_path / "my logs", command=ODD_ARGUMENTS)
     assert directory.is_absolute() and directory.parent == tmp_path / "my logs"
     assert re.fullmatch(r"train-\d{8}-\d{6}-[0-9a-f]{4}", directory.name)
-    assert sorted(os.listdir(directory)) == ["errors", "ranks", "run.json"]
+    links = {path.name: os.readlink(path) for path in directory.iterdir() if path.is_symlink()}
+    names = ("errors", "ranks", "verdict.json", "node_n1.log", "node_n1.exit")
+    assert links == {"newest": "attempts/1", **{name: f"newest/{name}" for name in names}}
+    assert sorted({*os.listdir(directory)} - links.keys()) == ["attempts", "run.json"]
+    assert sorted(os.listdir(directory / "attempts/1")) == ["errors", "ranks", "run.json"]
     assert run_json(directory)["command"] == ODD_ARGUMENTS
 
 
