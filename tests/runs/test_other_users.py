@@ -161,7 +161,8 @@ def test_directories_of_others_do_not_use_up_the_rows_of_the_table_of_all_runs(s
     own, _ = planted_run(shared / "logs", VICTIM)
     theirs, _ = planted_run(shared / "logs", ATTACKER)
     for number in range(3):
-        give(Path(shutil.copytree(theirs, shared / f"logs/train-20990102-030405-000{number}")), ATTACKER, symlinks=True)
+        copy = Path(shutil.copytree(theirs, shared / f"logs/train-20990102-030405-000{number}", symlinks=True))
+        give(copy, ATTACKER)
     done = run_as(VICTIM, "status.sh", "--all", "--rows", "2", cwd=shared)
     assert own.name in done.stdout.partition("not shown")[0], done.stdout
     assert done.stdout.count(f"belongs to {ATTACKER}") == 4
