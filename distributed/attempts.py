@@ -1,11 +1,9 @@
 """The directories of the attempts of a run.
 
     logs/train-20250102-030405-9f3a/
-        attempts/1/       files of the first attempt: errors/  ranks/  node_<name>.log  verdict.json ...
-        attempts/2/       files of the second one
+        attempts/<n>/     errors/  ranks/  node_<name>.log  verdict.json  ... of each attempt
         newest            -> attempts/2
-        errors            -> newest/errors
-        node_<name>.log   -> newest/node_<name>.log ...
+        node_<name>.log   -> newest/node_<name>.log  ...
 
 Other files in the run directory belong to the whole run, or to supervisors, which may stay for several attempts. Users,
 agents and ranks go through the links; other programs use attempts/<n>/. The launcher and each supervisor call make(),
@@ -24,8 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable
     from pathlib import Path
 
-NAME = "attempts"
-NEWEST = "newest"
+NAME, NEWEST = "attempts", "newest"
 PARTS = ("errors", "ranks")  # directories
 
 
@@ -50,9 +47,8 @@ def newest(run: str | Path) -> str:
 
 def directories(run: Path) -> list[Path]:
     """The directories of all attempts of a run, those of the newest attempt last."""
-    if found := numbers(run):
-        return [run / NAME / str(number) for number in found]
-    return [*sorted(run.glob("attempt_*"), key=lambda path: (len(path.name), path.name)), run]
+    earlier = sorted(run.glob("attempt_*"), key=lambda path: (len(path.name), path.name))
+    return [run / NAME / str(number) for number in numbers(run)] or [*earlier, run]
 
 
 def make(run: str | Path, number: str, names: Iterable[str] = ()) -> str:

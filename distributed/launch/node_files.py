@@ -25,12 +25,12 @@ class SupervisorError(Exception):
 class Files:
     """The files that a supervisor reads or writes."""
 
-    def __init__(self, directory: str, name: str, stem: str = "") -> None:
-        """stem: common prefix of the files, relative to the directory (default: node_NAME)."""
+    def __init__(self, directory: str, name: str, stem: str = "", attempt: str = "") -> None:
+        """stem: common prefix of the names, relative to the directory (default: node_NAME). attempt: default: newest."""
         self.directory, self.name, self._stem = os.path.abspath(directory), name, stem or f"node_{name}"
         stem = os.path.join(self.directory, self._stem)
         self.pids, self.request = f"{stem}.pid", f"{stem}.stop"
-        self.use(attempts.newest(self.directory))
+        self.use(attempts.path_of(self.directory, attempt) if attempt else attempts.newest(self.directory))
 
     def use(self, attempt: str) -> None:
         """Use the files of an attempt. attempt: its directory."""

@@ -66,9 +66,6 @@ class NodeLogs:
     def _attempt(self) -> str:
         return str(self._watch.attempt_directory.relative_to(self._watch.directory))
 
-    def _log(self, node: RunNode) -> Path:
-        return self._watch.attempt_directory / f"node_{node.node}.log"
-
     def _on_node(self, node: RunNode, script: str, *arguments: str) -> Command:
         line = ["sh", "-c", script, "sh", str(self._watch.directory), *arguments]
         return self._watch.transport.commands.command(node, line, self._watch.options.cwd)
@@ -95,7 +92,7 @@ class NodeLogs:
 
     def _append_log(self, node: RunNode, then: partial[None], timeout: float = 0.0) -> None:
         """Append the bytes that the log on the node has and the local copy lacks."""
-        log = self._log(node)
+        log = self._watch.file_of(node.node, "log")
         try:
             file = trust.regular_file(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         except OSError:  # such as a full disk
@@ -130,7 +127,7 @@ class NodeLogs:
         nodes = [
             node
             for node in self._watch.run.nodes
-            if not self._log(node).with_suffix(".exit").exists() and not self._watch.is_lost(node.node)
+            if not self._watch.file_of(node.node, "exit").exists() and not self._watch.is_lost(node.node)
         ]
         for node in nodes:
             if self._sync:
@@ -151,7 +148,7 @@ class NodeLogs:
     def _fetch_after(self, node: RunNode, reply: Reply) -> None:
         if reply.code:
             with contextlib.suppress(OSError):  # tar then copies the whole log
-                self._log(node).unlink()
+                self._watch.file_of(node.node, "log").unlink()
         self._fetch(node)
 
     def _fetch(self, node: RunNode) -> None:

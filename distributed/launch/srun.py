@@ -156,8 +156,7 @@ class JobStep:
         messages = self._messages.feed(received, last=not received)
         if messages and not all(len(node.ends) == node.tasks for node in self._nodes_of_attempt()):
             self._watch.console.show(self._console.message(messages), 2)
-        path = self._watch.attempt_directory / f"node_{SRUN}.log"
-        with suppress(OSError), open(path, "ab", opener=regular_file) as log:
+        with suppress(OSError), open(self._watch.file_of(SRUN, "log"), "ab", opener=regular_file) as log:
             log.write(received)
         for failed in NODE_FAILURE.findall(messages.decode(errors="replace")):
             with suppress(NodeListError):

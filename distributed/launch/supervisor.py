@@ -60,7 +60,6 @@ import signal
 import time
 from functools import partial
 
-from distributed import attempts
 from distributed.exit_codes import UNFIT, WRONG_CALL
 from distributed.files import KIT, write_file, write_json
 from distributed.host import collectives, process_scan, signals
@@ -893,10 +892,7 @@ class SupervisorOptions:
 
     @property
     def files(self) -> Files:
-        files = Files(self.dir, self.name)
-        if self.attempt:
-            files.use(attempts.path_of(files.directory, self.attempt))
-        return files
+        return Files(self.dir, self.name, attempt=self.attempt)
 
 
 def seconds(option: str, value: str) -> float:

@@ -122,7 +122,7 @@ class Local:
         run = str(watch.directory)
         agent = watch.options.agent.on(run, node.node, str(rank), str(node.processes))
         arguments = [*watch.supervisor_command(), "--name", node.node, "--environment", "-", "--", *agent]
-        command = self.commands.command(node, arguments, watch.options.cwd, f"{run}/node_{node.node}.log")
+        command = self.commands.command(node, arguments, watch.options.cwd, str(watch.file_of(node.node, "log")))
         watch.start_client(node.node, command, sent=watch.environment_block())
 
     def request(self, watch: Watch, request: str) -> None:
@@ -219,6 +219,10 @@ class Watch:
         self.console.log = run.directory / "launcher.log"
         for node in (*run.nodes, *run.spares):
             self.nodes.setdefault(node.node, NodeState())
+
+    def file_of(self, node: str, kind: str) -> Path:
+        """The path of a node's file of the attempt. kind: its suffix."""
+        return self.attempt_directory / f"node_{node}.{kind}"
 
     def _begin_attempt(self) -> None:
         self._escalation += 1
@@ -503,7 +507,7 @@ class Watch:
             self.node_failed(UNFIT if client.code == UNREACHABLE else client.code)
         for node in unended:
             if client.code and len(unended) < len(self.run.nodes):
-                if (code := read_code(str(self.attempt_directory / f"node_{node}.exit"))) is None:
+                if (code := read_code(str(self.file_of(node, "exit")))) is None:
                     self.node_lost(node)
                 else:  # output of the login shell may have damaged its report
                     self.node_ended(node, code)
@@ -512,11 +516,10 @@ class Watch:
     def _unreported(self, node: str, client: Client) -> None:
         """Handle the end of a client that has not passed on the exit code of its supervisor."""
         code = client.code
-        recorded = read_code(str(self.attempt_directory / f"node_{node}.exit"))
+        recorded = read_code(str(self.file_of(node, "exit")))
         exited = recorded is not None
         lost = code == UNREACHABLE or (code > 128 and not self._requested)
-        started = self.lease == 0 and (self.attempt_directory / f"node_{node}.reserved").exists()
-        runs_on = self.nodes[node].runs_on or started
+        runs_on = self.nodes[node].runs_on or (self.lease == 0 and self.file_of(node, "reserved").exists())
         if not exited and (lost or (self.transport.reports and runs_on)):
             if self.transport.reports and client.process.returncode < 0:
                 self.console.record(f"{node}: the launcher's client (process {client.process.pid}) was killed")
@@ -568,7 +571,7 @@ class Watch:
 
     def _login_shell_failed(self, node: str) -> bool:
         with contextlib.suppress(OSError):
-            return f"{node}: {LOGIN_SHELL}" in read_text(self.attempt_directory / f"node_{node}.log")
+            return f"{node}: {LOGIN_SHELL}" in read_text(self.file_of(node, "log"))
         return False
 
     def node_ended(self, node: str, code: int) -> None:
@@ -662,14 +665,14 @@ class Watch:
         self.loop.call_later(RETURN_INTERVAL, call)
 
     def is_lost(self, node: str) -> bool:
-        return (self.attempt_directory / f"node_{node}.lost").exists()
+        return self.file_of(node, "lost").exists()
 
     def mark_lost(self, node: str, reason: str = CONNECTION_LOST) -> None:
         """Record for the verdict that a node does not reply."""
         self.notify_lost(node, reason)
         if self.replaces:
             self._await_return(self._node(node))
-        path, text = self.attempt_directory / f"node_{node}.lost", reason.removeprefix(CONNECTION_LOST)
+        path, text = self.file_of(node, "lost"), reason.removeprefix(CONNECTION_LOST)
         with contextlib.suppress(OSError), open(path, "w", opener=regular_file) as file:
             file.write(text)
 
@@ -777,14 +780,14 @@ class Watch:
     def record_reported(self) -> None:
         """Write for the verdict what nodes have reported, but could not write to their disks."""
         for node, known in self.nodes.items():
-            if known.reported is not None and not (self.attempt_directory / f"node_{node}.exit").exists():
+            if known.reported is not None and not self.file_of(node, "exit").exists():
                 self._record_end(node, known.reported, known.unlogged)
 
     def _record_end(self, node: str, code: int, lines: str) -> None:
         with contextlib.suppress(OSError):
-            with open(self.attempt_directory / f"node_{node}.log", "ab", opener=regular_file) as log:
+            with open(self.file_of(node, "log"), "ab", opener=regular_file) as log:
                 log.write(lines.encode(errors="replace"))
-            write_file(self.attempt_directory / f"node_{node}.exit", f"{code}\n")
+            write_file(self.file_of(node, "exit"), f"{code}\n")
 
     # ---- requests
 

@@ -119,10 +119,7 @@ class Task(supervisor.Supervisor):
         make_directories(self.files.output, PRIVATE_DIRECTORY)
         paths = [os.path.join(self.files.output, f"{name}.log") for name in ("stdout", "stderr")]
         stdout, stderr = (regular_file(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT) for path in paths)
-        for path in paths:
-            file = regular_file(path)
-            os.lseek(file, 0, os.SEEK_END)  # skip the output of an earlier attempt
-            self._output_files.append((file, RankLines()))
+        self._output_files += [(regular_file(path), RankLines()) for path in paths]
         return stdout, stderr
 
     def _copy_output(self) -> None:

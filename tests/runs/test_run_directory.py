@@ -331,7 +331,7 @@ def test_git_variables_of_a_hook_are_ignored(tmp_path: Path, monkeypatch: pytest
 
 @pytest.fixture
 def earlier(tmp_path: Path) -> Path:
-    """A failed run as version 0.1.0 made it: its first attempt in attempt_1/, the newest in the run directory itself."""
+    """A failed run as version 0.1.0 made it: the first attempt in attempt_1/, the newest in the run directory."""
     made = create(tmp_path / "logs", nodes=[RunNode("n1", "", 1, 0)])
     for path in made.iterdir():
         if path.is_symlink():
