@@ -26,7 +26,7 @@ class Files:
     """The files that a supervisor reads or writes."""
 
     def __init__(self, directory: str, name: str, stem: str = "", attempt: str = "") -> None:
-        """stem: common prefix of the names, relative to the directory (default: node_NAME). attempt: default: newest."""
+        """stem: common prefix of the files, relative to the directory (default: node_NAME). attempt: "": the newest."""
         self.directory, self.name, self._stem = os.path.abspath(directory), name, stem or f"node_{name}"
         stem = os.path.join(self.directory, self._stem)
         self.pids, self.request = f"{stem}.pid", f"{stem}.stop"
