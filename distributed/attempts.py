@@ -52,14 +52,15 @@ def directories(run: Path) -> list[Path]:
 
 
 def make(run: str | Path, number: str, names: Iterable[str] = ()) -> str:
-    """Make the directory of an attempt, if it does not exist, and point the links to it. Returns its path.
+    """Make the directory of an attempt, if it does not exist. If it is the newest, point the links to it.
 
-    names: further files of the attempt to which the run directory has links. Raises OSError.
+    names: further files of the attempt to which the run directory has links. Returns the path. Raises OSError.
     """
     directory = path_of(run, number)
     for name in PARTS:
         make_directories(os.path.join(directory, name), PRIVATE_DIRECTORY)
-    point(os.path.join(run, NEWEST), os.path.join(NAME, number))
+    if directory == newest(run):  # a late supervisor of an earlier attempt must not lead ranks of this one astray
+        point(os.path.join(run, NEWEST), os.path.join(NAME, number))
     for name in (*PARTS, *names):
         point(os.path.join(run, name), os.path.join(NEWEST, name))
     return directory

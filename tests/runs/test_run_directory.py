@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from distributed import attempts
 from distributed.files import version
 from distributed.host.identity import versions
 from distributed.runs import run_directory
@@ -324,6 +325,27 @@ def test_git_variables_of_a_hook_are_ignored(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("GIT_DIR", str(tmp_path / "hooked" / ".git"))
     found = run_json(create(tmp_path, cwd=str(tmp_path / "work")))["git"]
     assert found == {"commit": git(tmp_path / "work", "rev-parse", "HEAD"), "dirty": False}
+
+
+# ---------------------------------------------------------------- attempts
+
+
+def test_the_links_lead_to_the_newest_attempt_whichever_node_is_late(tmp_path: Path) -> None:
+    made = create(tmp_path)
+    (made / "errors/first").touch()
+    assert run_directory.begin_attempt(str(made)) == str(made / "attempts/2") == attempts.newest(made)
+    assert attempts.make(made, "1") == str(made / "attempts/1"), "as a late supervisor of the first attempt does"
+    (made / "errors/second").touch()
+    assert [os.listdir(made / f"attempts/{number}/errors") for number in (1, 2)] == [["first"], ["second"]]
+    assert run_json(made / "attempts/2") == run_json(made)
+
+
+def test_attempts_are_ordered_by_number_and_other_names_do_not_count(tmp_path: Path) -> None:
+    for name in ("2", "10", "x", "1.5", "\u0663", "9" * 30):
+        (tmp_path / "attempts" / name).mkdir(parents=True)
+    assert attempts.numbers(tmp_path) == [2, 10]
+    assert attempts.newest(tmp_path) == str(tmp_path / "attempts/10")
+    assert attempts.newest(tmp_path / "x") == str(tmp_path / "x"), "the directory of a job has no attempts/"
 
 
 # ---------------------------------------------------------------- runs of earlier versions
