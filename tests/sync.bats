@@ -78,7 +78,7 @@ END
   wait_for_exit "$LAUNCHER"
   [ "$status" -eq 3 ]
   for node in "$N1" "$N2"; do
-    cmp "logs/latest/node_$node.log" <(lab ssh "$node" cat "$(readlink -f logs/latest)/node_$node.log")
+    cmp "logs/latest/node_$node.log" <(lab ssh "$node" cat "$(readlink -f logs/latest)/newest/node_$node.log")
   done
   run ! pgrep -f "$WORK.*tail -c"
 }
