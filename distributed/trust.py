@@ -321,23 +321,33 @@ def file_in(path: str | os.PathLike[str], flags: int = os.O_RDONLY, opens: Any =
             raise
 
 
-def remove_made(name: str, parent: int, made: re.Pattern[str]) -> None:
+def not_too_deep(walk: Iterator[Any]) -> Iterator[Any]:
+    """What os.walk() or os.fwalk() yields, down to MAX_DEPTH levels: before Python 3.13, they call themselves."""
+    limit = 0
+    for found in walk:
+        limit = limit or found[0].count("/") + MAX_DEPTH
+        if found[0].count("/") >= limit:
+            found[1].clear()
+        yield found
+
+
+def remove_made(name: str, parent: int, made: re.Pattern[str], depth: int = MAX_DEPTH) -> None:
     """Remove a file, link or directory of Muster in an open directory. Raises OSError.
 
     A directory in which a name does not match `made` is kept, because it may be one of this user that another one has
-    put there; one with a manifest may have any files. Below it, the same is true.
+    put there; one with a manifest may have any files. Below it, the same is true, to this depth.
     """
     if not stat.S_ISDIR(os.stat(name, dir_fd=parent, follow_symlinks=False).st_mode):
         os.unlink(name, dir_fd=parent)
         return
     with opened(name, parent) as directory:
         entries = sorted(os.listdir(directory), key=MANIFEST.__eq__)  # that one last
-        unknown = next((entry for entry in entries if not made.fullmatch(entry)), "")
-        if unknown and MANIFEST not in entries:
+        unknown = next((entry for entry in entries if not depth or not made.fullmatch(entry)), "")
+        if unknown and (not depth or MANIFEST not in entries):
             reason = f"not removed, because it holds {shown(unknown)}, which Muster has not made"
             raise OSError(errno.EPERM, reason, name)
         for entry in entries:
-            remove_made(entry, directory, made)
+            remove_made(entry, directory, made, depth - 1)
     os.rmdir(name, dir_fd=parent)
 
 
@@ -351,7 +361,7 @@ def lock_file(path: str | os.PathLike[str], flags: int, directory: str | os.Path
     try:
         file, is_own = regular_file(path, flags | os.O_CREAT | os.O_EXCL, mode), True
     except FileExistsError:
-        file = regular_file(path, flags, mode)
+        file = regular_file(path, flags & ~os.O_CREAT)  # which fs.protected_regular refuses for a file of another user
         is_own = mode == PRIVATE and os.fstat(file).st_uid == os.stat(directory).st_uid == os.geteuid()
     if is_own and mode & 0o070 and os.fstat(file).st_gid != group:  # the group that can write there, not the user's own
         try:

@@ -568,6 +568,41 @@ reports_failure() {
 }
 
 
+@test "a link of another user is found on the way to where the caller's links lead" {
+  ((!EUID)) || skip "only root can give files to other users"
+  script <<<'pick_python; check_kit; source_node_env "$PWD/config/node_env.sh"; echo "$PYTHON"'
+  mkdir -p "$BATS_TEST_TMPDIR/project/real/config"
+  cd "$BATS_TEST_TMPDIR/project"
+  touch real/config/node_env.sh
+  ln -s "$PWD/real" 'the "irs" -> '
+  ln -s './/the "irs" -> ' first
+  local venv target path
+  for venv in "$PWD/.venv" "$KIT/.venv"; do
+    for target in 'the "irs" -> ' first 'first/../the "irs" -> /' 'the "irs" -> /../real'; do
+      for path in .venv .venv/lib config config/node_env.sh; do
+        rm -rf .venv "$KIT/.venv" config real/bin real/lib
+        mkdir -p real/{bin,lib} "$venv/bin" config
+        touch config/node_env.sh
+        ln -s "$(type -P python3)" real/bin/python
+        ln -s "$(type -P python3)" "$venv/bin/python"
+        case $path in
+          .venv) rm -r "$venv" && ln -s "$PWD/$target" "$venv" ;;
+          .venv/lib) ln -s "$PWD/$target/lib" "$venv/lib" ;;
+          config) rm -r config && ln -s "$target/config" config ;;
+          *) ln -sf "../$target/config/node_env.sh" config ;;
+        esac
+        run -0 "$SCRIPT"
+        [ "$output" = "$venv/bin/python" ]
+        chown -h 23456 'the "irs" -> '
+        run -69 "$SCRIPT"
+        [[ "$output" == *'/the "irs" -> : belongs to UNKNOWN (user id 23456), who could run commands as you; '* ]]
+        chown -h 0 'the "irs" -> '
+      done
+    done
+  done
+}
+
+
 @test "a directory of a .venv that others can write is found behind the caller's links" {
   script <<<'pick_python; check_kit; echo "$PYTHON"'
   mkdir "$BATS_TEST_TMPDIR/project"

@@ -20,7 +20,9 @@ from typing import Any
 
 import pytest
 
-from distributed.launch.watch import AgentCommand, Console, Local, Options, Watch
+from distributed.launch.launcher_console import LauncherConsole
+from distributed.launch.watch import Local, Watch
+from distributed.launch.watched_run import AgentCommand, Options
 from distributed.runs.lookup import read
 
 TESTS = Path(__file__).resolve().parent
@@ -50,6 +52,25 @@ def shared() -> Iterator[Path]:
     made.chmod(0o1777)
     yield made
     shutil.rmtree(made)
+
+
+@pytest.fixture
+def nest() -> Iterator[Callable[[Path, str], None]]:
+    """A function that makes a directory, and in it 1100 levels of directories of this name; removed after the test."""
+    made: list[Path] = []
+
+    def nest_here(directory: Path, name: str) -> None:
+        made.append(directory.parent)
+        directory.mkdir(parents=True)
+        parent = os.open(directory, os.O_DIRECTORY)
+        for _ in range(1100):
+            os.mkdir(name, dir_fd=parent)
+            above, parent = parent, os.open(name, os.O_DIRECTORY, dir_fd=parent)
+            os.close(above)
+        os.close(parent)
+
+    yield nest_here
+    subprocess.run(["rm", "-rf", *made], check=True)  # shutil.rmtree() calls itself for each level
 
 
 @pytest.fixture
@@ -90,7 +111,7 @@ def new_watch(signal_handlers: None) -> Callable[..., Watch]:
             agent=AgentCommand((), ()), python="python3", node_env="/dev/null", cwd="/", grace=1, inherited=(),
             environment=(), hang_timeout=0.0, all_ranks_here=True,
         )  # fmt: skip
-        watch = Watch(transport, options, Console("launch.sh", quiet), "")
+        watch = Watch(transport, options, LauncherConsole("launch.sh", quiet), "")
         watch.open(read(run))
         return watch
 

@@ -40,9 +40,9 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "host": {"exit_codes", "trust"},
     "jobs": {
         "exit_codes", "files", "host", "jobs.dispatch", "jobs.host", "jobs.journal", "jobs.lists", "jobs.schedule",
-        "jobs.servers", "jobs.show", "launch", "report", "terminal", "training", "trust",
+        "jobs.servers", "jobs.show", "launch", "records", "report", "terminal", "training", "trust",
     },
-    "jobs.dispatch": {"jobs.journal", "jobs.lists", "jobs.schedule", "training"},
+    "jobs.dispatch": {"jobs.journal", "jobs.lists", "jobs.schedule", "training", "trust"},
     "jobs.host": {"exit_codes", "files", "host", "launch", "metrics", "training", "trust"},
     "jobs.journal": {"files", "host", "jobs.lists", "metrics", "training", "trust"},
     "jobs.lists": {"files", "jobs.host", "terminal", "training", "transport", "trust"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import grp
 import io
 import json
@@ -178,6 +179,22 @@ def test_a_new_file_is_private_whatever_the_umask(tmp_path: Path) -> None:
     finally:
         os.umask(before)
     assert stat.S_IMODE((tmp_path / "file").stat().st_mode) == 0o600
+
+
+def test_the_lock_of_another_user_is_opened_where_others_files_must_not_be_created(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a directory with a sticky bit, Linux refuses O_CREAT for a file of another user (fs.protected_regular)."""
+    system_open = os.open
+
+    def protected(path: str, flags: int, *mode: int) -> int:
+        if flags & os.O_CREAT and not flags & os.O_EXCL:
+            raise PermissionError(errno.EACCES, "Permission denied", path)
+        return system_open(path, flags, *mode)
+
+    (lock := tmp_path / ".lock").touch(0o600)
+    monkeypatch.setattr(os, "open", protected)
+    os.close(trust.lock_file(lock, os.O_RDWR | os.O_CREAT, tmp_path))
 
 
 def test_a_file_is_read_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

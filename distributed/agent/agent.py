@@ -440,7 +440,7 @@ def is_member(environment: Mapping[str, str]) -> bool:
 
 
 def apply_request(request: Mapping[str, Any], options: argparse.Namespace) -> None:
-    """Set the environment and the options for the next attempt. request: see Watch.next_attempt()."""
+    """Set the environment and the options for the next attempt. request: see NodeStart.next_attempt()."""
     os.environ.update(request["environment"])
     if nodes := request["processes"]:
         os.environ["MUSTER_NODES"] = " ".join(nodes)

@@ -45,6 +45,7 @@ from distributed.trust import (
     is_lock_file,
     lock_file,
     make_directories,
+    not_too_deep,
     opened,
     parse_json,
     printable,
@@ -237,7 +238,8 @@ def step_directories(directory: Path) -> list[Path]:
     except OSError as error:
         raise CheckpointError(f"{directory}: cannot list the checkpoints: {error.strerror or error}") from error
     for staging in [path for path in paths if STAGING.fullmatch(path.name) and not path.is_symlink()]:
-        paths += [Path(parent, name) for parent, below, _ in os.walk(staging) for name in below if name[-4:] == ".old"]
+        found = not_too_deep(os.walk(staging))
+        paths += [Path(parent, name) for parent, below, _ in found for name in below if name[-4:] == ".old"]
     published = [(path, match) for path in paths if (match := STEP.fullmatch(path.name))]
     return [path for path, match in sorted(published, key=lambda pair: (-int(pair[1][1]), pair[1][2] is not None))]
 
@@ -647,7 +649,7 @@ def _this_attempt() -> tuple[str, int]:
 
 def _directories(top: int, pattern: re.Pattern[str]) -> Iterator[tuple[str, int]]:
     """Directories below an open one, each with a descriptor of its parent. No link is followed."""
-    for _, below, _, parent in os.fwalk(".", dir_fd=top):
+    for _, below, _, parent in not_too_deep(os.fwalk(".", dir_fd=top)):
         for name in filter(pattern.fullmatch, below):
             if not os.path.islink(f"/proc/self/fd/{parent}/{name}"):
                 yield name, parent

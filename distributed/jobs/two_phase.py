@@ -55,6 +55,7 @@ from distributed.jobs.lists.job import Job, matching
 from distributed.jobs.schedule import base_cache
 from distributed.jobs.schedule.base_cache import Cached
 from distributed.jobs.show import console
+from distributed.records import is_time, number
 from distributed.report.page_parts import ranges
 from distributed.training.base_model import CACHE
 from distributed.training.fold import default_participants
@@ -154,8 +155,8 @@ def execute_cache_command(arguments: list[str]) -> int:
 
 
 def trained_at(base: Cached) -> str:
-    created = base.manifest.get("created")
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(created)) if isinstance(created, int | float) else "-"
+    created = number(base.manifest.get("created"))
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(created)) if is_time(created) else "-"
 
 
 def loss_of(base: Cached) -> str:

@@ -89,13 +89,13 @@ class HangCheck:
     def handle(self, decision: Decision, notice: str) -> None:
         from distributed.launch.hang_decision import RECOVERED, Hung, Wait
 
-        if self._watch.is_ending or self._attempt != self._watch.attempts:
+        if self._watch.stopping.is_ending or self._attempt != self._watch.attempts:
             return
         if notice:
             self._watch.console.record(notice, always=True)
             self._watch.notifier.send("recovery" if notice == RECOVERED else "hang", notice)
         if isinstance(decision, Hung):
-            self._watch.stop_hung_run(decision.record)
+            self._watch.stopping.stop_hung_run(decision.record)
         elif isinstance(decision, Wait):
             due = time.monotonic() + decision.seconds
             self._watch.loop.call_later(decision.seconds, partial(self.check, due))
@@ -107,7 +107,7 @@ class HangCheck:
 
         run = self._watch.run
         replies: dict[RunNode, Reply] = {}
-        self._watch.queries.clear()
+        self._watch.lost_nodes.queries.clear()
 
         def check() -> tuple[Decision, str]:
             found = [node_reply(node, replies[node]) for node in run.nodes]
@@ -122,4 +122,6 @@ class HangCheck:
         due = time.monotonic() + timeout
         for node in run.nodes:
             command = self._watch.transport.commands.command(node, status_command(run, node, query.arguments), "/")
-            self._watch.queries.add(self._watch.calls.call(node.node, command, partial(replied, node), timeout=timeout))
+            self._watch.lost_nodes.queries.add(
+                self._watch.calls.call(node.node, command, partial(replied, node), timeout=timeout)
+            )

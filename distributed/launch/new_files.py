@@ -63,7 +63,7 @@ class NewFiles:
         calls = {
             node: self._command(node, LIST, self._started[node.node], self._log_dir)
             for node in nodes
-            if node.node in self._started and not self._watch.is_lost(node.node)
+            if node.node in self._started and not self._watch.lost_nodes.is_lost(node.node)
         }
         replies = self._watch.calls.call_all(calls, timeout=LIST_TIMEOUT, most=MAX_NAMES)
         for node in calls:
@@ -72,7 +72,7 @@ class NewFiles:
                 reason = trust.printable(reply.err.strip()[-trust.LONGEST_LINE :]) or f"exit code {reply.code}"
                 self._print(node, f"new files in {self._cwd} could not be listed: {reason}")
             newer = self._newer(reply.out)
-            wanted = [] if self._watch.signal else list(filter(self._matches, newer))
+            wanted = [] if self._watch.stopping.signal else list(filter(self._matches, newer))
             if wanted and (own := self._own_files(node)) is not None:
                 copied = self._copy(node, wanted, own)
                 newer = [name for name in newer if name not in copied]
@@ -165,7 +165,7 @@ class NewFiles:
             node.node, self._command(node, PACK), sent=sent, output=target, errors=INHERITED
         )
         os.close(target)
-        while client in self._watch.calls.running and thread.is_alive() and not self._watch.signal:
+        while client in self._watch.calls.running and thread.is_alive() and not self._watch.stopping.signal:
             self._watch.loop.wait(1.0)
         client.kill()
         self._watch.calls.wait([client])

@@ -127,7 +127,7 @@ class NodeLogs:
         nodes = [
             node
             for node in self._watch.run.nodes
-            if not self._watch.file_of(node.node, "exit").exists() and not self._watch.is_lost(node.node)
+            if not self._watch.file_of(node.node, "exit").exists() and not self._watch.lost_nodes.is_lost(node.node)
         ]
         for node in nodes:
             if self._sync:
@@ -191,7 +191,7 @@ class NodeLogs:
             records = [f"{errors}/{name}" for name in os.listdir(os.path.join(received, errors))]
         except FileNotFoundError:
             records = []
-        lost = [one for one in self._watch.run.nodes if self._watch.is_lost(one.node)]
+        lost = [one for one in self._watch.run.nodes if self._watch.lost_nodes.is_lost(one.node)]
         exists = {name: (run / name).exists() for name in OF_RUN} if node.first_rank else {}
         has_metrics = any(exists.get(name) for name in metrics.ORIGINS)
         dropped = [name for name in exists if exists[name] or (has_metrics and name in metrics.ORIGINS)]

@@ -55,3 +55,36 @@ class NodeState:
         """Forget the facts of the last attempt. runs: it is a node of the next attempt, not a spare node."""
         state = State.RUNNING if runs else self.state
         vars(self).update(vars(NodeState(state=state, token=self.token, clock=self.clock)))
+
+
+class Nodes(dict[str, NodeState]):
+    """The nodes of a run by name, also spare nodes and lost nodes."""
+
+    @property
+    def unended(self) -> set[str]:
+        """Nodes of the attempt whose end is not known."""
+        return {name for name, known in self.items() if known.is_unended}
+
+    @property
+    def waiting(self) -> set[str]:
+        """Nodes whose agent waits for the next attempt."""
+        return {name for name, known in self.items() if known.state is State.WAITING}
+
+    @property
+    def disconnected(self) -> list[NodeState]:
+        return [known for known in self.values() if known.state is State.DISCONNECTED]
+
+    @property
+    def lost(self) -> dict[str, str]:
+        """Lost nodes of the last attempt, and the reasons."""
+        return {name: known.lost for name, known in self.items() if known.lost}
+
+    @property
+    def clocks(self) -> dict[str, float]:
+        """Nodes that have reported, and the seconds that their clocks are ahead of the one here."""
+        return {name: known.clock for name, known in self.items() if known.clock is not None}
+
+    @property
+    def signals(self) -> dict[str, float]:
+        """Nodes that report a signal for which they stop, and the Unix times of these reports."""
+        return {name: known.signaled for name, known in self.items() if known.signaled is not None}

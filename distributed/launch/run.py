@@ -31,9 +31,11 @@ from distributed.host import signals
 from distributed.host.identity import machine
 from distributed.host.process_scan import start_time
 from distributed.launch.hang_check import schedule_hang_check
+from distributed.launch.launcher_console import LauncherConsole
 from distributed.launch.notify import Notifier
 from distributed.launch.transport import Pdsh, Ssh
-from distributed.launch.watch import STOPPING_SIGNALS, AgentCommand, Console, Local, Options, Watch
+from distributed.launch.watch import Local, Watch
+from distributed.launch.watched_run import STOPPING_SIGNALS, AgentCommand, Options
 from distributed.runs import run_directory
 from distributed.runs.lookup import RunNode, read
 from distributed.transport.commands import (
@@ -111,7 +113,7 @@ class Launch:
 
     def __init__(self, options: argparse.Namespace, lists: dict[str, list[bytes]]) -> None:
         self.options = options
-        self.console = Console(options.program, options.quiet)
+        self.console = LauncherConsole(options.program, options.quiet)
         self.inherited, self.environment = tuple(lists["inherited"]), tuple(lists["environment"])
         self.call = [os.fsdecode(argument) for argument in lists["call"]]
         self.before = tuple(os.fsdecode(argument) for argument in lists["before"])
@@ -357,7 +359,7 @@ class Launch:
         if options.max_requeues is not None:
             from distributed.launch.requeue import EndedRun, requeue_if_stopped
 
-            ended = EndedRun(directory, self.code, watch.signal, self.made_progress(), self.last_step)
+            ended = EndedRun(directory, self.code, watch.stopping.signal, self.made_progress(), self.last_step)
             requeue_if_stopped(ended, options.slurm_job[-1], options.max_requeues, self.console.record)
         self.write_report()
         self._notify("end")
@@ -384,9 +386,9 @@ class Launch:
             if not self._should_restart(restarts):
                 self.watch.end_agents()
                 return
-            if self.watch.replaces and (self.watch.lost or len(self.watch.run.nodes) < len(self.names)):
+            if self.watch.replaces and (self.watch.nodes.lost or len(self.watch.run.nodes) < len(self.names)):
                 self.watch.wait_for_spares()
-            if self.watch.signal:
+            if self.watch.stopping.signal:
                 self.watch.end_agents()
                 return
             restarts += 1
@@ -403,8 +405,8 @@ class Launch:
         from distributed.launch.spares import arrange
 
         watch = self.watch
-        ready = [node for node in watch.spares if node.node in watch.waiting]
-        nodes, changes = arrange(watch.run.nodes, watch.lost, ready, len(self.names), self.options.min_nodes)
+        ready = [node for node in watch.spares if node.node in watch.nodes.waiting]
+        nodes, changes = arrange(watch.run.nodes, watch.nodes.lost, ready, len(self.names), self.options.min_nodes)
         if not changes:
             return
         for change in changes:
@@ -453,11 +455,11 @@ class Launch:
         """Find the first failure, and print the verdict. Returns the exit code of the run."""
         from distributed.verdict.verdict import RESUME, conclude
 
-        stopped, code = self.watch.signal, self.watch.status
+        stopped, code = self.watch.stopping.signal, self.watch.stopping.status
         if stopped:
             code = INTERRUPTED if stopped == signal.SIGINT else TERMINATED
         resume = RESUME if self.options.max_requeues is None else ""  # requeue.py prints whether the job is requeued
-        known = self.watch.stopped_at, self.watch.clocks, self.watch.signals
+        known = self.watch.stopping.stopped_at, self.watch.nodes.clocks, self.watch.nodes.signals
         code, text = conclude(self.directory, code, bool(stopped), resume, *known)
         self.console.show(printable(text, LAYOUT).encode(), 2)
         return code
@@ -505,9 +507,9 @@ class Launch:
 
         If the launcher passed a signal on to the ranks, exit code 143 means that a stop was requested.
         """
-        if self.watch.signal or self.code in (0, WRONG_CALL, STOPPED):
+        if self.watch.stopping.signal or self.code in (0, WRONG_CALL, STOPPED):
             return False
-        if (self.watch.passed_signal and self.code == TERMINATED) or restarts >= self.options.max_restarts:
+        if (self.watch.stopping.passed_signal and self.code == TERMINATED) or restarts >= self.options.max_restarts:
             return False
         progress = self.made_progress()
         self.stalled = 0 if progress or not restarts else self.stalled + 1

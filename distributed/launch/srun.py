@@ -75,7 +75,8 @@ class Srun(Local):
         run = os.fsencode(watch.directory)
         # srun passes its environment to the tasks.
         environment = {b"MUSTER_RUN_DIR": run, b"MUSTER_METRICS": run + b"/metrics.jsonl"}
-        environment |= {name: value for name, _, value in (entry.partition(b"=") for entry in watch.entries())}
+        for name, _, value in (entry.partition(b"=") for entry in watch.node_start.entries()):
+            environment[name] = value
         if watch.continues:  # all agents wait: if only some had waited, Watch.attempt() would have ended them
             self._step.start_next_attempt()
             return
@@ -113,13 +114,13 @@ class JobStep:
         self._started = self._checked = self._clock.now()  # _checked: last call of check_clock()
         self._warn_at = self._started + FIRST_WARNING
         self._lines, self._messages = Lines(), Lines()  # of the tasks, and of srun itself
-        self._shown = ShownRanks(watch.console_rank)
+        self._shown = ShownRanks(watch.node_start.console_rank)
         self._console = Console(watch.terminals, self._shown.ranks)
 
     @property
     def code(self) -> int:
         """The exit code of the first failed task; 0 if none has failed."""
-        return self._watch.status
+        return self._watch.stopping.status
 
     # ---- events
 
@@ -134,7 +135,7 @@ class JobStep:
         """Start an attempt with the agents, which all wait for it."""
         for node in self._nodes_of_attempt():
             node.ends, node.waits = [], False
-        self._client.send(self._watch.next_attempt())
+        self._client.send(self._watch.node_start.next_attempt())
 
     def show(self, output: bytes, last: bool = False) -> None:
         self._shown.look(complete := self._lines.feed(output, last))
@@ -166,7 +167,7 @@ class JobStep:
 
     def handle_exit(self, client: Client) -> None:
         self._closed = True
-        for name in self._watch.waiting:
+        for name in self._watch.nodes.waiting:
             self._watch.nodes[name].become(State.ENDED)
         self.show(b"", last=True)
         self._write(self._console.end())
@@ -187,11 +188,11 @@ class JobStep:
             return
         if node not in self._nodes_of_attempt():  # it was lost and replaced
             return
-        self._watch.node_failed(report.get("failed", 0))
+        self._watch.stopping.node_failed(report.get("failed", 0))
         if end := report.get("end"):
             node.ends.append(end)
             node.waits = report.get("waiting", False)
-            self._watch.node_failed(end["exit_code"])
+            self._watch.stopping.node_failed(end["exit_code"])
             if node.ended:
                 self.record_node(node)
         self.close_channel_if_all_ended()
@@ -228,10 +229,10 @@ class JobStep:
         if self._watch.is_spare(node.name):
             self._watch.spare_is_lost(node.name)
             return
-        self._watch.notify_lost(node.name, reason or "no heartbeat")
+        self._watch.lost_nodes.notify_lost(node.name, reason or "no heartbeat")
         self._write_file(f"node_{node.name}.lost", f"{reason}\n")
         self.print(f"{node.name}: {reason or f'no heartbeat for {HEARTBEAT_TIMEOUT:.0f} s'}; stopping the other nodes")
-        self._watch.node_failed(UNFIT)
+        self._watch.stopping.node_failed(UNFIT)
         self.close_channel_if_all_ended()
 
     # ---- control channel of the tasks
@@ -244,7 +245,7 @@ class JobStep:
         waiting = [node for node in nodes if node.waits]
         if not all(node.waits or (node.lost and self._watch.replaces) for node in nodes) or not waiting:
             self.close_channel()
-        elif self._watch.unended:
+        elif self._watch.nodes.unended:
             for node in waiting:
                 self.record_node(node)
                 self._watch.nodes[node.name].become(State.WAITING)
@@ -296,7 +297,7 @@ class JobStep:
         if missing and all(node.last_report is None for node in self.nodes.values()):
             code = code or UNFIT
             self._write_file(f"node_{SRUN}.exit", f"{code}\n")
-            self._watch.node_failed(code)
+            self._watch.stopping.node_failed(code)
             return
         for node in missing:
             if node.ends:

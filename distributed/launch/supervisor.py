@@ -127,7 +127,7 @@ class Supervisor:
         self._waits = False  # the command has ended an attempt, and waits for the next one
         self._from_command = self._to_command = -1  # pipes, see node_reports.ATTEMPT_PIPES
         self._from_command_partial = b""
-        self._token: dict[str, str] = {}  # part of each report, see Watch.tokens
+        self._token: dict[str, str] = {}  # part of each report, see NodeState.token
         self._attempt_ended = False  # the exit code of the attempt was written and reported
         self._lost = ""  # node that the command reports as lost
         self._terminated = False  # SIGTERM was sent to the command

@@ -67,7 +67,7 @@ class Pdsh(Ssh):
         ssh call after pdsh has exited.
         """
         if watch.continues:
-            self.request(watch, watch.next_attempt().decode().rstrip())
+            self.request(watch, watch.node_start.next_attempt().decode().rstrip())
             return
         run = str(watch.directory)
         codes: dict[str, int] = {}
@@ -90,26 +90,26 @@ class Pdsh(Ssh):
         for node in nodes:
             store = ["sh", "-c", STORE, "sh", run, f"node_{node.node}.environment"]
             command = self.commands.command(node, store, watch.options.cwd, str(watch.file_of(node.node, "log")))
-            sent = watch.environment_block(node.node)
+            sent = watch.node_start.environment_block(node.node)
             calls.append(watch.calls.call(node.node, command, stored, sent=sent, errors=INHERITED))
         watch.calls.wait(calls)
         # On these nodes, the login shell or `cd` failed before this command, and would fail before the supervisor too.
         unfit = [name for name, code in codes.items() if code == UNFIT]
-        if not unfit and not watch.signal:
+        if not unfit and not watch.stopping.signal:
             feed = _PdshErrors(watch).feed
             watch.start_client(PDSH, self._command(watch, nodes), on_errors=feed, on_exit=ended)
             return
         for name in unfit:
             write_file(watch.file_of(name, "exit"), f"{UNFIT}\n")
         remove([node for node in nodes if node.node not in unfit])
-        watch.node_failed(UNFIT)
+        watch.stopping.node_failed(UNFIT)
 
     def _command(self, watch: Watch, nodes: Sequence[RunNode]) -> list[str]:
         run = str(watch.directory)
         name, rank, processes = (f"<{os.urandom(8).hex()}>" for _ in range(3))  # placeholders, replaced below
         agent = watch.options.agent.on(run, name, rank, processes)
         environment = ["--environment", f"{run}/node_{name}.environment"]
-        command = [*watch.supervisor_command(), "--name", name, *environment, "--", *agent]
+        command = [*watch.node_start.supervisor_command(), "--name", name, *environment, "--", *agent]
         check, line = exit_if_planted(command, watch.options.cwd, UNFIT, self.commands.files), shlex.join(command)
         for mark, expansion in ((name, '"${names[$3]}"'), (processes, '"${processes[$3]}"'), (rank, '"$3"')):
             line = line.replace(mark, f"'{expansion}'")
@@ -129,16 +129,23 @@ class Pdsh(Ssh):
         seconds = SIGNAL_TIMEOUT if request.startswith("signal") else REQUEST_TIMEOUT
         nodes = [node for node in watch.run.nodes if watch.nodes[node.node].is_unended]
         if watch.is_for_all(request):
-            nodes += [node for node in watch.run.nodes if node.node in watch.waiting]
+            nodes += [node for node in watch.run.nodes if node.node in watch.nodes.waiting]
             nodes += watch.spares
 
         def replied(reply: Reply) -> None:
             if reply.code and request.startswith("attempt"):
-                watch.node_lost(reply.node)
+                watch.lost_nodes.lose(reply.node)
 
         for node in nodes:
-            if not watch.is_lost(node.node):
-                call = [*watch.supervisor, *request.split(" ", 1), "--dir", str(watch.directory), "--name", node.node]
+            if not watch.lost_nodes.is_lost(node.node):
+                call = [
+                    *watch.node_start.supervisor,
+                    *request.split(" ", 1),
+                    "--dir",
+                    str(watch.directory),
+                    "--name",
+                    node.node,
+                ]
                 command = self.commands.command(node, call, watch.options.cwd)
                 watch.calls.call(node.node, command, replied, timeout=seconds)
 
@@ -169,8 +176,8 @@ class _PdshErrors:
                     if self._watch.is_spare(name):
                         self._watch.spare_is_lost(name)
                     elif int(found[2]) == UNREACHABLE:
-                        self._watch.node_lost(name)
+                        self._watch.lost_nodes.lose(name)
                     elif (known := self._watch.nodes[name]).is_unended and known.clock is None:
-                        self._watch.node_ended(name, int(found[2]))
+                        self._watch.stopping.node_ended(name, int(found[2]))
             shown.append(line)
         self._watch.console.show(b"".join(shown), 2)

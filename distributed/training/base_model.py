@@ -43,14 +43,15 @@ FILES = ("best_base_model.pt", "base_metrics.json", "base_losses.json", "base_co
 WEIGHTS = FILES[0]
 MANIFEST = "manifest.json"
 HASH_LENGTH = 12  # hexadecimal digits of the digest that name a base model
-HASH = re.compile(r"[0-9a-f]{12}\Z")
+HASH = re.compile(r"([0-9a-f]{12})\Z")
+STAGED = re.compile(r"\.([0-9a-f]{12})\.incomplete-")  # left by interrupted copies and removals
 DIGEST = re.compile(r"[0-9a-f]{64}\Z")
 # All names in a base model or its staging directory; rsync and network file systems make some, too.
 MADE = re.compile(rf"\.?({'|'.join(map(re.escape, (*FILES, MANIFEST)))})(\..*)?|[0-9a-f]{{12}}|\.nfs.*", re.DOTALL)
 BLOCK = 1 << 20  # bytes read at once
 LARGEST_LOSS = 1e300  # also excludes NaN and infinity
 MAX_MANIFEST = 1 << 20  # bytes; a dispatcher sends it to each server that needs the base model
-ENTRY: Any = {"bytes": range(1 << 63), "sha256": str}  # of a file in the manifest
+CHECKED: Any = {"digest": DIGEST, "files": {name: {"bytes": range(1 << 63), "sha256": DIGEST} for name in FILES}}
 
 NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
 
@@ -118,17 +119,14 @@ def read_manifest(directory: str) -> Manifest:
     try:
         with opened(directory) as here:
             manifest = parse_json(read_bytes(f"/proc/self/fd/{here}/{MANIFEST}", most=MAX_MANIFEST))
-        entries = [checked(ENTRY, manifest["files"][name]) for name in FILES]
-        valid = all(map(DIGEST.match, [manifest["digest"], *(entry["sha256"] for entry in entries)]))
+        checked(CHECKED, {key: manifest[key] for key in CHECKED})
+        return dict(manifest)
     except FileNotFoundError:
         raise BaseModelError(f"{directory}: there is no base model") from None
     except OSError as error:
         raise BaseModelError(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, LookupError, TypeError):
-        valid = False
-    if not valid:
-        raise BaseModelError(f"{path}: damaged; remove {directory} and train the base model again")
-    return dict(manifest)
+        raise BaseModelError(f"{path}: damaged; remove {directory} and train the base model again") from None
 
 
 def check_files(directory: str, manifest: Mapping[str, Any]) -> None:
@@ -258,14 +256,18 @@ def lock(cache: str, digest: str, exclusive: bool, seconds: float = 0.0) -> int 
 
     Returns a file descriptor that holds the lock until all its copies are closed; None: another process still has the
     lock after `seconds`. Users who cannot write to the cache cannot open its locks, so they cannot block it. They may
-    use its base models, and get a descriptor that locks nothing.
+    use its base models, and get a descriptor that locks nothing. Raises PermissionError for a private lock of others.
     """
     make_own_directory(cache, workdir_of(cache))
     path = os.path.join(cache, f".{hash_of(digest)}.lock")
     for may_replace in (True, True, False):
         try:
             file = lock_file(path, os.O_RDWR | os.O_CREAT, cache)
+        except FileNotFoundError:  # another process has just replaced it
+            continue
         except PermissionError:
+            if os.access(cache, os.W_OK):
+                raise
             return os.memfd_create("lock")
         # Of an earlier version, or a file of this user that another one has moved there.
         is_other = may_replace and os.fstat(file).st_uid == os.geteuid() and not is_lock_file(file, cache)
@@ -281,10 +283,10 @@ def lock(cache: str, digest: str, exclusive: bool, seconds: float = 0.0) -> int 
     return None
 
 
-def names_in(cache: str) -> list[str]:
-    """Return the names of all base models in a cache, valid or not."""
+def names_in(cache: str, pattern: re.Pattern[str] = HASH) -> list[str]:
+    """Return the names of all base models in a cache, valid or not. pattern: STAGED for incomplete ones."""
     try:
-        return sorted(name for name in os.listdir(cache) if HASH.match(name))
+        return sorted({match[1] for name in os.listdir(cache) if (match := pattern.match(name))})
     except FileNotFoundError:
         return []
 
@@ -296,14 +298,6 @@ def digests_in(cache: str) -> list[str]:
         with contextlib.suppress(BaseModelError):
             found.append(read_manifest(os.path.join(cache, name))["digest"])
     return found
-
-
-def names_of_staging(cache: str) -> list[str]:
-    """Return the names of base models with incomplete directories, as interrupted copies and removals leave them."""
-    try:
-        return sorted({name[1 : HASH_LENGTH + 1] for name in os.listdir(cache) if ".incomplete-" in name})
-    except FileNotFoundError:
-        return []
 
 
 def signature(directory: str) -> list[list[int]]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from distributed.attempts import newest
 from distributed.files import read_json, write_file
 from distributed.metrics import EVENT_FILE, FROM_TENSORBOARD, RESERVED, finite_or_none
-from distributed.trust import regular_file
+from distributed.trust import not_too_deep, regular_file
 
 MOST = 1000  # maximum number of values that are read per scalar
 FILE = re.compile(re.escape(EVENT_FILE) + r"(\d{9,})\.")  # the number is the Unix second of its creation
@@ -26,7 +26,7 @@ LOSS = re.compile(r"(?i)(?:train(?:ing)?[/_])?loss(?:[/_]train(?:ing)?)?(?:_step
 
 def find(top: str, first: float, last: float, owner: int) -> Iterator[str]:
     """Event files of a user below a directory that were created between these times, in Unix seconds."""
-    for directory, below, files in os.walk(top):
+    for directory, below, files in not_too_deep(os.walk(top)):
         below[:] = [name for name in below if name[0] != "." and name != "site-packages"]
         for name in files:
             if (match := FILE.match(name)) and first <= int(match[1]) <= last:

@@ -114,7 +114,7 @@ find_foreign() { # <path...>
 # links in .venv/bin, only for themselves. A path that ends with a slash is left out unless it is a link. The first path
 # is `scripts` or `.venv`, which must exist; the others may be missing.
 find_foreign_below() { # <path...>
-  local line path paths=() list=(ls -ldn --quoting-style=c --time-style=+) foreign=(! -uid "$EUID" ! -uid 0) own
+  local line link path own paths=() list=(ls -ldn --quoting-style=c --time-style=+) foreign=(! -uid "$EUID" ! -uid 0)
   # Each link of Muster, by its inode, and one path for each mode (with + if there is an access control list), user and
   # group that could be a problem. This is faster than find_foreign with all paths. A failure is a path without a file.
   local links='"$@" || echo \"/ls failed\"'
@@ -133,11 +133,27 @@ find_foreign_below() { # <path...>
   paths=("$1")
   while IFS= read -r line; do
     [[ $line != found ]] || continue
-    line=${line#*\"} line=${line%%'" -> "'*} line=${line%\"}
-    printf -v path %b "${line//'\"'/'"'}"
+    line=${line#*\"} line=${line%\"} path=${line%%'" -> "'*} link=${line#"$path"}
+    printf -v path %b "${path//'\"'/'"'}"
+    printf -v link %b "${link//'\"'/'"'}"
     paths+=("$path")
+    add_links "${path%/*}" "${link#'" -> "'}"
   done <<<"$line"
   find_foreign "${paths[@]}"
+}
+
+
+# Add to `paths` each link of another user on the way to where a path leads.
+add_links() { # <directory> <path; relative to the directory, or absolute>
+  local link at=$1 rest=$2/
+  [[ $2 != /* ]] || at=''
+  while [[ $rest ]]; do
+    at+=/${rest%%/*} rest=${rest#*/}
+    [[ -L $at && -e $at ]] || continue # a loop of links does not exist
+    link=$(find "$at" -maxdepth 0 -printf '%U %l')
+    [[ $link == @("$EUID"|0)\ * ]] || paths+=("$at")
+    add_links "${at%/*}" "${link#* }"
+  done
 }
 
 

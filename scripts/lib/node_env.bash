@@ -55,7 +55,7 @@ check_node_env() {
   for path in "${paths[@]}"; do
     paths+=("${path%/*}/" "${path%/*/*}/")
   done
-  paths+=("${MUSTER_NODE_ENV_FILE%/*}") # the directory may be a link
+  add_links "${MUSTER_NODE_ENV_FILE%/*/*}" "${MUSTER_NODE_ENV_FILE#"${MUSTER_NODE_ENV_FILE%/*/*}"/}"
   find_foreign "${paths[@]}"
   [[ ! $FOREIGN ]] || node_env_unfit "$MUSTER_NODE_ENV_FILE: ${FOREIGN#"$MUSTER_NODE_ENV_FILE: "}"
 }

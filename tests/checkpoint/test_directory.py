@@ -763,6 +763,22 @@ def test_a_private_directory_that_another_user_has_renamed_is_not_removed(projec
     assert content(found) == before, "a second run moves it again"
 
 
+@pytest.mark.parametrize("name", ["0", "00000000"])  # unknown to Muster, and one that it gives
+def test_deeply_nested_directories_of_another_user_are_set_aside(
+    tmp_path: Path, nest: Callable[[Path, str], None], name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoints = tmp_path / "checkpoints"
+    nest(checkpoints / "writing-x-1-00000000", name)
+    nest(checkpoints / "step_00000001", name)
+    assert directory.step_directories(checkpoints) == [checkpoints / "step_00000001"]
+    with take_over(checkpoints) as owner:
+        write_checkpoint(checkpoints, 1, owner=owner)
+    assert is_bit_for_bit(newest(checkpoints))
+    kept = "not-removed-"
+    assert [found.rstrip("0123456789abcdef") for found in names(checkpoints)] == [kept, kept, "step_"]
+    assert f"not removed, because it holds '{name}', which Muster has not made" in caplog.text
+
+
 def test_a_checkpoint_with_files_of_the_user_is_removed(tmp_path: Path) -> None:
     (write_checkpoint(tmp_path, 1) / "notes.txt").write_text("")
     write_checkpoint(tmp_path, 2, keep=1)

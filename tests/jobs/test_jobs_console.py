@@ -232,6 +232,15 @@ class FileOnFullDisk:
         return False
 
 
+def test_a_long_text_is_cut_to_the_size_of_the_buffer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open(tmp_path / "out", "w") as file:
+        monkeypatch.setattr(sys, "stdout", file)
+        output = console.BufferedOutput()
+        output.write("x" * (2 * console.MAX_BUFFERED))
+        output.drain(SECONDS)
+    assert (tmp_path / "out").stat().st_size == console.MAX_BUFFERED
+
+
 def test_output_to_a_full_disk_is_written_later(monkeypatch: pytest.MonkeyPatch) -> None:
     disk, free, write = FileOnFullDisk(), [False], os.write
     tried: list[bytes] = []

@@ -433,12 +433,13 @@ def test_a_server_whose_starts_fail_gets_no_new_jobs_and_its_running_jobs_contin
 def test_a_list_without_usable_servers_is_paused(tmp_path: Path) -> None:
     async def scenario() -> None:
         one, two = SimulatedServer("one"), SimulatedServer("two")
-        one.refusal, two.refusal = "workdir: no such directory", "no Python"
+        one.refusal, two.refusal = "workdir: no such directory", "no Python" + " x" * 2000
         async with ListRun(tmp_path, one, two) as run:
             await run.finished()
         assert run.states() == ["waiting"]
         assert run.state.paused == "no usable server for the waiting jobs; see the reasons above"
         assert "one: not used: workdir: no such directory" in run.log
+        assert max(map(len, run.log)) < 1100  # a server's text
 
     asyncio.run(scenario())
 

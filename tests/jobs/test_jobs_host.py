@@ -476,6 +476,11 @@ def test_an_output_directory_that_is_empty_or_belongs_to_this_job_is_claimed(
     assert output.is_symlink() == was_link
 
 
+def test_deeply_nested_directories_stop_no_list(tmp_path: Path, nest: Callable[[Path, str], None]) -> None:
+    nest(tmp_path / "output", "0")
+    assert not outputs.holds_foreign_files(str(tmp_path / "output"))
+
+
 def one_file(path: Path) -> None:
     path.mkdir()
     (path / "result").touch()

@@ -7,6 +7,7 @@ The helper reports the base models of a job list, the trainings that they avoid,
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -375,6 +376,21 @@ def test_the_cache_is_listed_verified_and_pruned(directory: Path) -> None:
     assert first.exists()
 
 
+@pytest.mark.parametrize("created", [1e300, 1e17, -1e17, math.nan, 10**400, "now", [1], None])
+def test_a_manifest_of_another_user_with_any_time_is_listed(created: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    train(digests()[0], created=created)
+    assert two_phase.main(["cache", "list"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].split()[2:] == ["MB", "-", "-", "ok"]
+
+
+def test_prune_removes_and_prints_no_names_of_others_in_place_of_a_hash(capsys: pytest.CaptureFixture[str]) -> None:
+    name = "\x1b]0;own\x07\x1b[1m"
+    for made in (name, f".{name}.incomplete-x"):
+        Path(CACHE, made).mkdir(parents=True)
+    assert two_phase.main(["cache", "prune"]) == 0
+    assert capsys.readouterr().out == "0 base models removed, 0 left\n"
+
+
 def test_prune_removes_unneeded_base_models_unless_in_use(capsys: pytest.CaptureFixture[str]) -> None:
     needed = train(digests()[0])
     used, other = train("d" * 64), train("e" * 64)
@@ -386,7 +402,7 @@ def test_prune_removes_unneeded_base_models_unless_in_use(capsys: pytest.Capture
     assert capsys.readouterr().out == (
         f"removed: {other.name}\nkept, in use: {used.name}\n1 base model removed, 2 left\n"
     )
-    assert base_model.names_of_staging(CACHE) == []
+    assert base_model.names_in(CACHE, base_model.STAGED) == []
     assert needed.exists() and used.exists()
     user.release("d" * 64)
     assert two_phase.main(call) == 0

@@ -1059,7 +1059,9 @@ def test_a_valid_reply_is_used_with_limited_texts_and_numbers_as_metrics(directo
     assert (len(found["lines"]), len(found["lines"][0]), len(found["message"])) == (20, 500, 10_000)
 
 
-GPUS = [5, {}, {"index": {}}, {"index": 0, "memory": 1, "used": "x", "processes": 0}, {"index": 0, "lost": 5}]
+GPUS = [5, {}, {"index": {}}, {"index": 0, "memory": 1, "used": "x", "processes": 0}, {"index": 0, "lost": 5},
+        {"index": 0, "memory": 1, "used": 1, "processes": 0, "instances": ["MIG-" + "A" * 101]},
+        {"index": "MIG-" + "A" * 101, "memory": 1, "used": 1, "processes": 0}, {"index": "0", "lost": "x"}]  # fmt: skip
 
 
 @pytest.mark.parametrize("gpu", GPUS)

@@ -33,7 +33,7 @@ def watch(tmp_path: Path, new_watch: Callable[..., Watch]) -> Watch:
 def test_a_check_that_fails_does_not_end_the_run(watch: Watch) -> None:
     HangCheck(watch, None, time.monotonic()).check(time.monotonic())  # type: ignore[arg-type]
     assert "the check for a hang failed" in (watch.directory / "launcher.log").read_text()
-    assert not watch.is_ending
+    assert not watch.stopping.is_ending
 
 
 def test_a_run_that_looks_hung_is_reported_also_with_quiet_but_not_when_it_is_ending(
@@ -41,7 +41,7 @@ def test_a_run_that_looks_hung_is_reported_also_with_quiet_but_not_when_it_is_en
 ) -> None:
     check = HangCheck(watch, None, time.monotonic())  # type: ignore[arg-type]
     check.handle(Wait(1000), "the run looks hung")
-    watch.status = 1
+    watch.stopping.status = 1
     check.handle(Wait(1000), "the run looks hung")
     assert capfd.readouterr().err == "launch.sh: the run looks hung\n"
 
@@ -49,15 +49,15 @@ def test_a_run_that_looks_hung_is_reported_also_with_quiet_but_not_when_it_is_en
 def test_a_hang_ends_the_run_with_124_unless_it_is_ending_or_the_attempt_has_ended(watch: Watch) -> None:
     hung = Hung({"cause": "hung"})
     check = HangCheck(watch, None, time.monotonic())  # type: ignore[arg-type]
-    watch.status = 1
+    watch.stopping.status = 1
     check.handle(hung, "")
-    assert watch.status == 1
-    watch.status = 0
+    assert watch.stopping.status == 1
+    watch.stopping.status = 0
     watch.attempts += 1
     check.handle(hung, "")
-    assert (watch.status, (watch.attempt_directory / "hang.json").exists()) == (0, False)
+    assert (watch.stopping.status, (watch.attempt_directory / "hang.json").exists()) == (0, False)
     HangCheck(watch, None, time.monotonic()).handle(hung, "")  # type: ignore[arg-type]
-    assert (watch.status, read_json(watch.attempt_directory / "hang.json")) == (TIMED_OUT, {"cause": "hung"})
+    assert (watch.stopping.status, read_json(watch.attempt_directory / "hang.json")) == (TIMED_OUT, {"cause": "hung"})
 
 
 @pytest.mark.parametrize(

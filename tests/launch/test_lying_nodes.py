@@ -21,8 +21,7 @@ import pytest
 
 from distributed import trust
 from distributed.exit_codes import UNFIT
-from distributed.launch import new_files
-from distributed.launch import watch as watch_module
+from distributed.launch import lost_nodes, new_files
 from distributed.launch.new_files import NewFiles
 from distributed.launch.node_logs import NodeLogs, is_expected
 from distributed.launch.node_reports import MAX_REPORT, REPORT, ReportParser, parse_report
@@ -165,7 +164,7 @@ def test_a_node_that_replies_is_not_lost_because_another_one_reports_that(
     watch.max_restarts, watch.replaces = 1, True
     assert watch.attempt() == 69
     assert (directory / "asked").exists()
-    assert watch.lost == ({"n1": "n2 received no heartbeat from it"} if lost else {})
+    assert watch.nodes.lost == ({"n1": "n2 received no heartbeat from it"} if lost else {})
     watch.end_agents()
 
 
@@ -173,7 +172,7 @@ def test_a_node_that_answers_over_its_control_channel_is_not_lost_although_its_l
     directory: Path, new_watch: NewWatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """n1 stops its ranks only after the time limit for its reply."""
-    monkeypatch.setattr(watch_module, "REPLY_TIMEOUT", 0.5)
+    monkeypatch.setattr(lost_nodes, "REPLY_TIMEOUT", 0.5)
     liar = says('{"node": "n2", "exit_code": 69, "waiting": true, "lost": "n1"}')
     own = says('{"node": "n1", "exit_code": 143, "waiting": true}')
     answer = 'until [ "$line" = report ]; do read -r line || exit; done; ' + says('{"node": "n1"}')
@@ -181,7 +180,7 @@ def test_a_node_that_answers_over_its_control_channel_is_not_lost_although_its_l
     watch.transport.commands = LyingCommands({"n1": "exec sleep 60"})
     watch.max_restarts, watch.replaces = 1, True
     assert watch.attempt() == 69
-    assert not watch.lost and watch.waiting == {"n1", "n2"}
+    assert not watch.nodes.lost and watch.nodes.waiting == {"n1", "n2"}
     watch.end_agents()
 
 

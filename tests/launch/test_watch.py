@@ -158,7 +158,7 @@ def test_a_node_without_a_lease_is_followed_again_until_it_reports(
     directory: Path, new_watch: NewWatch, monkeypatch: pytest.MonkeyPatch, code: int
 ) -> None:
     """The watch connects again four times: no connection, a failing login shell, a killed client, and success."""
-    monkeypatch.setattr("distributed.launch.watch.RECONNECT_INTERVAL", 0.1)
+    monkeypatch.setattr("distributed.launch.lost_nodes.RECONNECT_INTERVAL", 0.1)
     transport = Followed("exit 255", "exit 69", "kill -KILL $$", report("n1", code))
     assert new_watch(directory, transport).attempt() == code
     assert not transport.followers
@@ -175,7 +175,7 @@ def test_a_node_without_a_lease_that_has_not_started_is_lost(directory: Path, ne
 def test_a_node_without_a_lease_is_swept_if_the_run_ends_while_it_is_unreachable(
     directory: Path, new_watch: NewWatch, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("distributed.launch.watch.RECONNECT_INTERVAL", 0.1)
+    monkeypatch.setattr("distributed.launch.lost_nodes.RECONNECT_INTERVAL", 0.1)
     transport = Followed("touch swept")
     transport.scripts["n2"] = report("n2", 3)
     assert new_watch(directory, transport).attempt() == 3
@@ -197,7 +197,7 @@ def test_a_signal_to_one_supervisor_stops_all_nodes_and_the_next_signal_to_the_l
     watch = new_watch(directory, Scripts({"n1": f"{reported}; {STOPPED_ON_REQUEST}", "n2": ""}, b""))
     watch.transport.scripts["n2"] = f"exec bash -c '{stopped}'"  # type: ignore[attr-defined]
     assert watch.attempt() == 143
-    assert watch.stopped_at and watch.signal == signal.SIGINT and watch.signals.keys() == {"n1"}
+    assert watch.stopping.stopped_at and watch.stopping.signal == signal.SIGINT and watch.nodes.signals.keys() == {"n1"}
     first, second = [line.split(" ", 2)[2] for line in log_of(directory).splitlines()]
     assert first.startswith("n1: received SIGTERM; stopping the run; up to ")
     assert second == "SIGINT: the run is stopping already; send the signal again to kill it at once"
@@ -207,14 +207,14 @@ def test_the_verdict_names_the_node_that_missed_the_heartbeats_of_a_lost_one(
     directory: Path, new_watch: NewWatch
 ) -> None:
     watch = new_watch(directory, Local(LocalCommands()))
-    watch.mark_lost("n1", "n2 received no heartbeat from it")
+    watch.lost_nodes.mark_lost("n1", "n2 received no heartbeat from it")
     assert decide(directory, UNFIT).cause == "n1: connection lost: n2 received no heartbeat from it"
 
 
 def test_a_signal_to_a_node_that_is_not_part_of_the_run_stops_nothing(directory: Path, new_watch: NewWatch) -> None:
     watch = new_watch(directory, Local(LocalCommands()))
-    watch.stop_after_signal(signal.SIGTERM, "n3")
-    assert not watch.signal and not watch.is_ending
+    watch.stopping.stop_after_signal(signal.SIGTERM, "n3")
+    assert not watch.stopping.signal and not watch.stopping.is_ending
 
 
 def test_with_one_client_the_first_report_of_a_failure_stops_the_others(directory: Path, attempt: Attempt) -> None:
@@ -239,9 +239,9 @@ def test_exit_codes_in_pdshs_messages_are_those_of_the_named_nodes(directory: Pa
     begin_attempt(watch)
     errors = _PdshErrors(watch)
     errors.feed(b"pdsh@here: other: ssh exited with exit code 9\npdsh@here: n2: ssh exited with ")
-    assert (watch.status, watch.unended) == (0, {"n1", "n2"})
+    assert (watch.stopping.status, watch.nodes.unended) == (0, {"n1", "n2"})
     errors.feed(b"exit code 3\n")
-    assert (watch.status, watch.unended) == (3, {"n1"})
+    assert (watch.stopping.status, watch.nodes.unended) == (3, {"n1"})
 
 
 def test_a_line_of_a_rank_that_imitates_pdsh_does_not_change_how_a_node_ended(
@@ -252,7 +252,7 @@ def test_a_line_of_a_rank_that_imitates_pdsh_does_not_change_how_a_node_ended(
     begin_attempt(watch)
     watch.nodes["n2"].clock = 0.0
     _PdshErrors(watch).feed(b"pdsh@here: n2: ssh exited with exit code 0\npdsh@here: n2: ssh exited with exit code 3\n")
-    assert (watch.status, watch.unended) == (0, {"n1", "n2"})
+    assert (watch.stopping.status, watch.nodes.unended) == (0, {"n1", "n2"})
 
 
 def test_a_node_whose_report_was_damaged_has_the_exit_code_that_its_supervisor_has_recorded(

@@ -165,9 +165,11 @@ def test_every_damage_is_detected_and_named(damage: Callable[[Path], Any], messa
     assert "\n" not in str(refused.value)
 
 
+ENTRIES = {name: {"bytes": 1, "sha256": "0" * 64} for name in FILES}
+
+
 def manifest(**changed: Any) -> str:
-    known = {"digest": DIGEST, "files": {name: {"bytes": 1, "sha256": "0" * 64} for name in FILES}}
-    return json.dumps({**known, **changed})
+    return json.dumps({"digest": DIGEST, "files": ENTRIES, **changed})
 
 
 @pytest.mark.parametrize(
@@ -179,6 +181,7 @@ def manifest(**changed: Any) -> str:
         manifest(files={name: {"bytes": 1, "sha256": "0" * 64} for name in FILES[1:]}),
         manifest(files={name: {"bytes": "1", "sha256": "0" * 64} for name in FILES}),
         manifest(files={name: {"bytes": 1, "sha256": None} for name in FILES}),
+        manifest(files=ENTRIES | {"extra": {"bytes": "x"}}), manifest(files=ENTRIES | {"extra": [1]}),
     ],
 )  # fmt: skip
 def test_an_invalid_manifest_is_a_damage(text: str, cache: Path) -> None:
@@ -221,11 +224,11 @@ def test_a_copy_is_not_visible_before_it_is_published(cache: Path, tmp_path: Pat
     source = trained(tmp_path / "out")
     staging = base_model.stage(str(cache), source, base_model.manifest_of(source, DIGEST))
     assert base_model.names_in(str(cache)) == base_model.digests_in(str(cache)) == []
-    assert base_model.names_of_staging(str(cache)) == [NAME]
+    assert base_model.names_in(str(cache), base_model.STAGED) == [NAME]
     base_model.publish(str(cache), DIGEST, staging)
     assert base_model.names_in(str(cache)) == [NAME]
     assert base_model.digests_in(str(cache)) == [DIGEST]
-    assert base_model.names_of_staging(str(cache)) == []
+    assert base_model.names_in(str(cache), base_model.STAGED) == []
     assert (cache / NAME).stat().st_mode & 0o777 == 0o755
 
 
@@ -306,11 +309,12 @@ def test_staging_directories_of_one_base_model_are_removed(cache: Path) -> None:
     for digest in (DIGEST, DIGEST, OTHER):
         base_model.new_staging(str(cache), digest)
     base_model.remove_staging(str(cache), DIGEST)
-    assert base_model.names_of_staging(str(cache)) == [OTHER[:12]]
+    (cache / ".\x1b]0;owned\x07\x1b[.incomplete-x").mkdir()  # of another user
+    assert base_model.names_in(str(cache), base_model.STAGED) == [OTHER[:12]]
 
 
 def test_a_missing_cache_is_empty(cache: Path) -> None:
-    assert base_model.names_in(str(cache)) == base_model.names_of_staging(str(cache)) == []
+    assert base_model.names_in(str(cache)) == base_model.names_in(str(cache), base_model.STAGED) == []
     assert base_model.digests_in(str(cache)) == []
     assert base_model.signature(str(cache / NAME)) == []
 
@@ -660,6 +664,17 @@ def test_a_private_directory_that_another_user_has_renamed_is_not_removed(cache:
     assert [path.read_text() for path in cache.rglob("thesis.tex")] == ["keep"]
 
 
+def test_deeply_nested_directories_of_another_user_stay_and_stop_neither_a_list_nor_prune(
+    tmp_path: Path, nest: Callable[[Path, str], None]
+) -> None:
+    cache = tmp_path / CACHE
+    nest(cache / f".{NAME}.incomplete-x", NAME)
+    nest(cache / NAME, NAME)
+    assert prune(tmp_path) == ([NAME], [])
+    assert Cache(tmp_path).claim(DIGEST) == "train"
+    assert len(staging_directories(cache)) == 2
+
+
 def test_a_file_that_another_user_has_moved_to_the_place_of_a_lock_stays_as_it_is() -> None:
     if os.geteuid():
         pytest.skip("only root can become another user")
@@ -725,6 +740,43 @@ def test_another_user_can_use_a_base_model_and_cannot_lock_it(tmp_path: Path) ->
             os.close(file)
         finally:
             other.kill()
+            other.join()
+
+
+def lock_as_another_user(pipe: Connection, cache: Path) -> None:
+    os.close(base_model.lock(str(cache), OTHER, exclusive=True) or -1)  # imports what the user may not read
+    os.setgroups([])
+    os.setgid(12345)
+    os.setuid(34567)
+    try:
+        base_model.lock(str(cache), DIGEST, exclusive=True)
+        pipe.send("")
+    except PermissionError as error:
+        pipe.send(error.filename)
+    pipe.send(prune(cache.parents[1]))
+
+
+def test_a_lock_that_another_user_lets_nobody_open_is_no_lock_of_the_user() -> None:
+    if os.geteuid():
+        pytest.skip("only root can become another user")
+    with tempfile.TemporaryDirectory() as top:
+        os.chmod(top, 0o755)
+        cache = Path(top, base_model.CACHE)
+        cache.mkdir(parents=True)
+        os.chown(cache, -1, 12345)
+        cache.chmod(0o2770)
+        (lock := cache / f".{NAME}.lock").touch(0o600)
+        os.chown(lock, 23456, 12345)
+        (cache / f".{NAME}.incomplete-x").mkdir()
+        receiver, sender = _context.Pipe()
+        other = _context.Process(target=lock_as_another_user, args=(sender, cache))
+        other.start()
+        sender.close()
+        try:
+            assert receiver.poll(TIMEOUT)
+            assert receiver.recv() == str(lock)
+            assert receiver.recv() == ([], [NAME]), "it may be in use"
+        finally:
             other.join()
 
 

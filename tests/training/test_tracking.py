@@ -13,6 +13,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +204,14 @@ def test_only_regular_event_files_are_read(tmp_path: Path) -> None:
     (tmp_path / names[1]).symlink_to(names[0])
     os.mkfifo(tmp_path / names[2])
     assert list(event_files.find(str(tmp_path), 1e9, 2e9, os.geteuid())) == [str(tmp_path / names[0])]
+
+
+def test_a_search_for_event_files_survives_deeply_nested_directories(
+    tmp_path: Path, nest: Callable[[Path, str], None]
+) -> None:
+    (tmp_path / (name := "events.out.tfevents.1700000000.host")).write_text("")
+    nest(tmp_path / "runs", "0")
+    assert list(event_files.find(str(tmp_path), 1e9, 2e9, os.geteuid())) == [str(tmp_path / name)]
 
 
 def test_event_files_of_another_user_are_not_read(tmp_path: Path) -> None:

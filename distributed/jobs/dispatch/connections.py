@@ -14,6 +14,7 @@ from distributed.jobs.dispatch.recorder import Recorder
 from distributed.jobs.dispatch.starts import Starts
 from distributed.jobs.journal.state import Attempt
 from distributed.jobs.schedule.backend import MAX_FAILED_STARTS, Event, ServerLink, ServerUnusable, Unreachable
+from distributed.trust import one_line
 
 RETRY_DELAYS = (1.0, 2.0, 5.0, 10.0, 15.0)  # seconds before connecting, or copying results, is retried
 FIRST_TIMEOUT = 60.0  # seconds in which servers that run jobs of a resumed list connect before the others
@@ -88,22 +89,22 @@ class Connections:
                 jobs = self._recorder.state.jobs
                 states = await server.query({each.name: jobs[each.job].job.output for each in attempts})
             except ServerUnusable as error:
-                post(Event("unusable", server.name, {"reason": str(error)}))
+                post(Event("unusable", server.name, {"reason": one_line(str(error))}))
                 return
             except (Unreachable, OSError) as error:
-                post(Event("unreachable", server.name, {"reason": str(error)}))
+                post(Event("unreachable", server.name, {"reason": one_line(str(error))}))
                 await asyncio.sleep(RETRY_DELAYS[min(failures, len(RETRY_DELAYS) - 1)])
                 failures += 1
                 continue
             failures = 0
-            post(Event("connected", server.name, {"note": note, "attempts": states}))
+            post(Event("connected", server.name, {"note": one_line(note), "attempts": states}))
             watching = asyncio.ensure_future(self._watch_gpus(link)) if server.watches_gpus else None
             try:
                 reason = await server.wait_until_lost()
             finally:
                 if watching:
                     watching.cancel()
-            post(Event("unreachable", server.name, {"reason": reason}))
+            post(Event("unreachable", server.name, {"reason": one_line(reason)}))
 
     async def _watch_gpus(self, link: ServerLink) -> None:
         with contextlib.suppress(Unreachable):

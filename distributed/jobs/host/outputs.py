@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Iterable
 
 from distributed.files import foreign_directory, try_lock
-from distributed.trust import PRIVATE, make_own_directory, read_text, regular_file
+from distributed.trust import PRIVATE, make_own_directory, not_too_deep, read_text, regular_file
 
 AFTER = "MUSTER_AFTER"  # variable with the output directories of the jobs that _after names, one per line
 OWNER = ".muster_job"  # file in an output directory with the name of its job; locked while an attempt writes there
@@ -82,8 +82,8 @@ def holds_foreign_files(output: str) -> bool:
     """Whether an output directory contains files or links that no job wrote: a job always writes OWNER first."""
     if os.path.lexists(f"{output}/{OWNER}"):
         return False
-    found = (os.path.join(top, name) for top, directories, files in os.walk(output) for name in (*files, *directories))
-    holds = any(os.path.islink(path) or not os.path.isdir(path) for path in found)
+    found = not_too_deep(os.walk(output))
+    holds = any(files or any(os.path.islink(f"{top}/{name}") for name in below) for top, below, files in found)
     return holds or (os.path.lexists(output) and not os.path.isdir(output))
 
 

@@ -152,9 +152,11 @@ def prune(cwd: Path, keep: Collection[str] | None = None) -> tuple[list[str], li
     are not removed.
     """
     directory, removed, in_use = str(cwd / CACHE), [], []
-    for name in sorted({*base_model.names_in(directory), *base_model.names_of_staging(directory)}):
+    for name in sorted({*base_model.names_in(directory), *base_model.names_in(directory, base_model.STAGED)}):
         path = os.path.join(directory, name)
-        file = base_model.lock(directory, name, exclusive=True)
+        file = None
+        with contextlib.suppress(PermissionError):  # another user lets nobody open the lock
+            file = base_model.lock(directory, name, exclusive=True)
         if file is None:
             in_use.append(name)
             continue

@@ -21,9 +21,11 @@ SLOW = ("base", "publish_base", "remove_output")  # they read, copy or remove an
 MAX_GREETING = 1 << 20  # bytes that a login shell may print before the program starts
 # Messages of the program; see trust.checked(). A server may send anything else: then the connection is treated as lost.
 STATE: dict[str, Any] = {"state": str, **PROCESS}
-GPU = {"index": int | str, "uuid?": str, "memory": int, "used": int | None, "processes": int, "instances?": list[str],
+MIG_UUID = re.compile(r"MIG-[A-Za-z0-9/-]{1,100}")
+GPU = {"index": int, "uuid?": str, "memory": int, "used": int | None, "processes": int, "instances?": [MIG_UUID],
        "desktop?": bool}  # fmt: skip
-LOST_GPU = {"index": int | str, "lost": str}
+MIG_INSTANCE = {**GPU, "index": MIG_UUID}
+LOST_GPU = {"index": int, "lost": str}
 BASE = {"state": str, "reason?": str, "staging?": str, "bytes?": int}
 GREETING = {"event": str, "protocol": str, "host": str, "boot_id": str}
 EVENTS: dict[str, dict[str, Any]] = {
@@ -101,7 +103,9 @@ class Channel:
         return reply
 
     def _gpu(self, value: Any) -> dict[str, Any]:
-        return self._checked(LOST_GPU if isinstance(value, dict) and "lost" in value else GPU, value)
+        facts = value if isinstance(value, dict) else {}
+        kind = LOST_GPU if "lost" in facts else MIG_INSTANCE if isinstance(facts.get("index"), str) else GPU
+        return self._checked(kind, value)
 
     def _requested(self, reply: dict[str, Any], facts: Mapping[str, Any]) -> dict[str, Any]:
         """The states of attempts in a reply to a query, which are those in the request."""

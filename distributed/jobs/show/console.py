@@ -37,12 +37,12 @@ OTHER_LINES = 5  # lines other than slots: empty line, header, "and N more", tot
 class BufferedOutput(io.TextIOBase):
     """Standard output, written by a thread, so that a slow, stopped (Ctrl-S) or closed output never blocks the caller.
 
-    Writing to a full disk is retried. Lines beyond MAX_BUFFERED are dropped.
+    Writing to a full disk is retried. Text beyond MAX_BUFFERED is dropped.
     """
 
     def __init__(self) -> None:
         self._file = sys.stdout  # before rich replaces it
-        self._buffer = b""
+        self._buffer = bytearray()
         self._changed = threading.Condition()
         self._ending = False
         threading.Thread(target=self._run, daemon=True).start()
@@ -59,7 +59,8 @@ class BufferedOutput(io.TextIOBase):
         """Add a text to the buffer. Does not block."""
         with self._changed:
             if len(self._buffer) < MAX_BUFFERED:
-                self._buffer += text.encode(getattr(self._file, "encoding", None) or "utf-8", "replace")
+                encoding = getattr(self._file, "encoding", None) or "utf-8"
+                self._buffer += text[:MAX_BUFFERED].encode(encoding, "replace")
             self._changed.notify()
         return len(text)
 
@@ -73,14 +74,14 @@ class BufferedOutput(io.TextIOBase):
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._buffer)
-                block = self._buffer[:CHUNK]
+                block = bytes(self._buffer[:CHUNK])
             try:
                 written = os.write(self._file.fileno(), block)
             except (OSError, ValueError, AttributeError) as error:  # closed, or sys.stdout is None
                 full = getattr(error, "errno", 0) == errno.ENOSPC and not self._ending
                 written = 0 if full else len(block)
             with self._changed:
-                self._buffer = self._buffer[written:]
+                del self._buffer[:written]
                 self._changed.notify_all()
             if not written:
                 time.sleep(DISK_FULL_DELAY)
