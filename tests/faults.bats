@@ -288,7 +288,7 @@ with socket.create_server(("", 29500)):
   grep -qx "ssh (process $client) was killed by signal 9" out
   grep -q "verdict: failed: $N2: connection lost: its ssh client on the launching side (process .*) was killed by SIG" out
   run ! grep -w Killed out # bash's own message about the killed job
-  grep -q '"exit_code": 69' logs/latest/attempt_1/verdict.json
+  grep -q '"exit_code": 69' logs/latest/attempts/1/verdict.json
 }
 
 

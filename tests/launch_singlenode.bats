@@ -562,11 +562,11 @@ for number in range(20000):
   [ "$(<code)" -eq 0 ]
   [ -s shown ]
   [ "$(grep -c "line 19999" logs/latest/node_*.log)" -eq 2 ]
-  [ ! -e logs/latest/attempt_1 ]
+  [ ! -e logs/latest/attempts/2 ]
   "$LAUNCH" --max-restarts 3 --script "my script.py" - 2 >&- 2>/dev/full
   [ "$(grep -c "line 19999" logs/latest/node_*.log)" -eq 2 ]
   grep -q '"outcome": "ok"' logs/latest/verdict.json
-  [ ! -e logs/latest/attempt_1 ]
+  [ ! -e logs/latest/attempts/2 ]
 }
 
 
@@ -581,7 +581,7 @@ print("second attempt")'
   run "$LAUNCH" --max-restarts 2 --script "my script.py" - 1
   [ "$status" -eq 0 ]
   [[ "$output" == *"restart 1 of 2"*"second attempt"* ]]
-  grep -q '"exit_code": 3' logs/latest/attempt_1/verdict.json
+  grep -q '"exit_code": 3' logs/latest/attempts/1/verdict.json
   [ -s logs/latest/report.html ]
   run "${LAUNCH%/ssh/*}/status.sh"
   [[ "$output" == *"step 5 of 9"* ]]
@@ -616,24 +616,24 @@ print("second attempt")'
 @test "--max-restarts gives up when three restarts have made no progress" {
   write_script <<<'
 run = os.environ["MUSTER_RUN_DIR"]
-earlier = len([name for name in os.listdir(run) if name.startswith("attempt_")])
+earlier = len(os.listdir(run + "/attempts")) - 1
 print("{\"step\": %d}" % min(5 + earlier, 6), file=open(run + "/metrics.jsonl", "a"))
 sys.exit(3)'
   run "$LAUNCH" --max-restarts 9 --script "my script.py" - 1
   [ "$status" -eq 3 ]
   [[ "$output" == *"exit code 3: no progress past step 6 in 3 restarts; giving up"* ]]
-  [ -e logs/latest/attempt_4 ] && [ ! -e logs/latest/attempt_5 ]
+  [ -e logs/latest/attempts/5 ] && [ ! -e logs/latest/attempts/6 ]
 }
 
 
 # bats test_tags=slow
 @test "--max-restarts measures progress with the steps that a script prints, if it logs none" {
   write_script <<<'
-earlier = len([name for name in os.listdir(os.environ["MUSTER_RUN_DIR"]) if name.startswith("attempt_")])
+earlier = len(os.listdir(os.environ["MUSTER_RUN_DIR"] + "/attempts")) - 1
 print(f"iter {10 * (earlier // 2)}: loss {2 - earlier / 10}")
 sys.exit(3)'
   run "$LAUNCH" --max-restarts 4 --script "my script.py" - 1
-  [ "$status" -eq 3 ] && [ -e logs/latest/attempt_4 ]
+  [ "$status" -eq 3 ] && [ -e logs/latest/attempts/5 ]
   [[ "$output" != *"giving up"* ]]
   [ "$(grep -c '"step": 10' logs/latest/metrics_from_output.jsonl)" -eq 2 ]
   "$KIT/scripts/status.sh" >shown || true
@@ -684,8 +684,8 @@ hide_py_spy() {
   [ "$status" -eq 124 ]
   [[ "$output" == *"the run hangs; stopping it"*"exit code 124: restart 1 of 1"*"the run hangs; stopping it"* ]]
   [[ "$output" == *"verdict: failed: hung: no output for "*" s (--hang-timeout 3); rank 1 on "*" is not in a collective"*", in main"* ]]
-  grep -q '"exit_code": 124' logs/latest/attempt_1/verdict.json
-  [ -e logs/latest/attempt_1/hang.json ] && [ -e logs/latest/hang.json ]
+  grep -q '"exit_code": 124' logs/latest/attempts/1/verdict.json
+  [ -e logs/latest/attempts/1/hang.json ] && [ -e logs/latest/newest/hang.json ]
 }
 
 

@@ -373,7 +373,7 @@ class Run:
         return max(map(int, re.findall(r'"step": (\d+)', self.text("metrics.jsonl"))), default=0)
 
     def attempts_failed(self) -> int:
-        return len(list(self.run_directory.glob("attempt_*")))
+        return len(list(self.run_directory.glob("attempts/*"))) - 1
 
     def restarts(self) -> int:
         return self.text("launcher.log").count(": restart ")
@@ -433,8 +433,7 @@ class Run:
 
     def verdicts(self) -> list[dict[str, Any]]:
         """The verdicts of all attempts, in their order. An attempt whose launcher was killed has none."""
-        number = self.attempts_failed()
-        names = [*(f"attempt_{one}/verdict.json" for one in range(1, number + 1)), "verdict.json"]
+        names = [f"attempts/{one}/verdict.json" for one in range(1, self.attempts_failed() + 2)]
         return [json.loads(text) for text in map(self.text, names) if text]
 
 

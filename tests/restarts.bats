@@ -106,11 +106,11 @@ node_of() { # <attempt> <rank>
   [[ "$(grep -c '^report ' out)" == 1 && "$(tail -n 1 out)" == "report "*/report.html && -s logs/latest/report.html ]]
   [ "$(agent_of 0 0)" = "$(agent_of 2 1)" ]
   node=$(uname -n)
-  grep -qF "rank 1 on $node died of SIGKILL" logs/latest/attempt_1/verdict.json
-  grep -qF "rank 0 on $node died of SIGSEGV" logs/latest/attempt_2/verdict.json
-  [ "$(<"logs/latest/attempt_1/node_$node.exit")" -ne 0 ] # the code depends on which failure the agent noticed first
+  grep -qF "rank 1 on $node died of SIGKILL" logs/latest/attempts/1/verdict.json
+  grep -qF "rank 0 on $node died of SIGSEGV" logs/latest/attempts/2/verdict.json
+  [ "$(<"logs/latest/attempts/1/node_$node.exit")" -ne 0 ] # the code depends on which failure the agent noticed first
   [ "$(<"logs/latest/node_$node.exit")" -eq 0 ]
-  [ -d "logs/latest/attempt_2/ranks/$node" ] && [ -d "logs/latest/ranks/$node" ]
+  [ -d "logs/latest/attempts/2/ranks/$node" ] && [ -d "logs/latest/ranks/$node" ]
 }
 
 
@@ -122,7 +122,7 @@ node_of() { # <attempt> <rank>
   for rank in 0 1 2; do
     [ "$(agent_of 0 $rank)" = "$(agent_of 1 $rank)" ]
   done
-  grep -qF "rank 2 on $N3 died of SIGKILL" logs/latest/attempt_1/verdict.json
+  grep -qF "rank 2 on $N3 died of SIGKILL" logs/latest/attempts/1/verdict.json
 }
 
 

@@ -95,7 +95,7 @@ import os, sys, time
 sys.path.insert(0, os.environ["MUSTER_CHECKOUT"])
 from distributed import metrics
 metrics.log(3, steps=9, loss=0.5)
-samples = f"{os.environ['MUSTER_RUN_DIR']}/node_{os.environ['MUSTER_NODE']}.samples.jsonl"
+samples = f"{os.environ['MUSTER_RUN_DIR']}/newest/node_{os.environ['MUSTER_NODE']}.samples.jsonl"
 end = time.monotonic() + 60
 while not os.path.exists(samples) and time.monotonic() < end:
     time.sleep(0.1)
@@ -104,7 +104,7 @@ END
   [ "$status" -eq 0 ]
   grep -q '"step": 3,.*"steps": 9, "loss": 0.5}' logs/latest/metrics.jsonl
   [ "$(wc -l <logs/latest/metrics.jsonl)" -eq 1 ]
-  [ "$(cat logs/latest/node_*.samples.jsonl | grep -o '"[0-9]": {"cpu' | sort | uniq | tr -d '\n')" = '"0": {"cpu"1": {"cpu' ]
+  [ "$(cat logs/latest/newest/node_*.samples.jsonl | grep -o '"[0-9]": {"cpu' | sort | uniq | tr -d '\n')" = '"0": {"cpu"1": {"cpu' ]
   [ "$(find logs/latest/ -name '*.samples.jsonl' | wc -l)" -eq 2 ]
 }
 

@@ -150,7 +150,7 @@ END
   wait_for_line "logs/slurm-$JOB.err" "verdict: failed: $second: connection lost: node failure reported by SLURM"
   wait_for_requeue 1
   wait_for_line "logs/slurm-$JOB.out" "resuming from"
-  [ -e "logs/slurm-$JOB/attempt_1/verdict.json" ]
+  [ -e "logs/slurm-$JOB/attempts/1/verdict.json" ]
   scontrol update "nodename=$second" state=resume
 }
 
@@ -407,7 +407,7 @@ END
   [ "$status" -eq 0 ] || { cat "logs/slurm-$JOB.err" && false; }
   [ "$(cat agent.0.0)" = "$(cat agent.1.0)" ] && [ "$(cat agent.0.1)" = "$(cat agent.1.1)" ]
   [ "$(cat agent.1.0)" != "$(cat agent.2.0)" ] && [ "$(cat agent.1.1)" != "$(cat agent.2.1)" ]
-  grep -qF "rank 1 on " logs/latest/attempt_1/verdict.json
+  grep -qF "rank 1 on " logs/latest/attempts/1/verdict.json
 }
 
 

@@ -78,7 +78,7 @@ END
   wait_for_exit "$LAUNCHER"
   [ "$status" -eq 3 ]
   for node in "$N1" "$N2"; do
-    cmp "logs/latest/node_$node.log" <(lab ssh "$node" cat "$(readlink -f logs/latest)/node_$node.log")
+    cmp "logs/latest/node_$node.log" <(lab ssh "$node" cat "$(readlink -f logs/latest)/newest/node_$node.log")
   done
   run ! pgrep -f "$WORK.*tail -c"
 }
@@ -107,7 +107,7 @@ run, node = os.environ["MUSTER_RUN_DIR"], os.environ["MUSTER_NODE"]
 if rank == 0:
     print('{"step": 1}', file=open(os.environ["MUSTER_METRICS"], "a"))
 end = time.monotonic() + 60
-while not os.path.exists(f"{run}/node_{node}.samples.jsonl") and time.monotonic() < end:
+while not os.path.exists(f"{run}/newest/node_{node}.samples.jsonl") and time.monotonic() < end:
     time.sleep(0.1)
 dist.barrier()
 if rank == 1:
@@ -117,10 +117,10 @@ END
   with_torch run "${LAUNCH/torchrun_auto/pdsh_multinode}" --sync --max-restarts 1 --script "my script.py" - 1 "$N1" "$N2"
   [ "$status" -eq 1 ]
   [ "$(grep -c "verdict: failed: rank 1 on $N2 raised ValueError: boom 0" <<<"$output")" -eq 2 ]
-  [ -e logs/latest/attempt_1/errors/rank_1.json ]
+  [ -e logs/latest/attempts/1/errors/rank_1.json ]
   grep -q boom logs/latest/node_"$N2".log
   [ "$(cat logs/latest/metrics.jsonl)" = $'{"step": 1}\n{"step": 1}' ]
-  compgen -G "logs/latest/attempt_1/node_$N2.samples.jsonl" && compgen -G "logs/latest/node_$N2.samples.jsonl"
+  compgen -G "logs/latest/attempts/1/node_$N2.samples.jsonl" && compgen -G "logs/latest/newest/node_$N2.samples.jsonl"
   grep -q 'attempt 2' logs/latest/report.html
 }
 
@@ -154,7 +154,7 @@ END
   [ "$(cat precious)" = keep ]
   [ "$(cat logs/latest/node_*.exit)" = $'0\n0' ]
   [ "$(stat -c %a "logs/latest/of $N2")" = 600 ]
-  [ -z "$(find logs/latest/ -type l -o -type p)" ]
+  [ -z "$(find logs/latest/ -type p -o -type l ! -lname 'newest/*' ! -lname 'attempts/1')" ]
   run grep -c '"/bin/false"' logs/latest/run.json
   [ "$output" = 0 ]
 }
@@ -195,7 +195,7 @@ END
   run -0 "${call[0]}" --attach latest "${call[@]:1}"
   [[ "$output" == *"verdict: failed: rank 1 on $N2 exited with code 3"*"restart 1 of 1"*"verdict: ok"* ]]
   [[ "$output" != *copying* ]]
-  [ "$(cat "logs/latest/attempt_1/node_$N2.exit" "logs/latest/node_$N2.exit")" = $'3\n0' ]
+  [ "$(cat "logs/latest/attempts/1/node_$N2.exit" "logs/latest/node_$N2.exit")" = $'3\n0' ]
 }
 
 

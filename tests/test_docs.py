@@ -686,35 +686,39 @@ def test_the_table_of_exit_codes_agrees_with_common_bash() -> None:
     assert listed == {0, *map(int, codes)}
 
 
-def files_of_a_run() -> dict[str, re.Pattern[str]]:
-    """Return the file names of the guide's table, each with a pattern that matches it."""
-    listed = [unquoted(row[0]).rstrip("/") for row in table("LAUNCH_GUIDE.md", "Run directory")]
-    return {name: re.compile(re.escape(name).replace("<name>", ".+").replace("<n>", r"\d+")) for name in listed}
+def files_of_a_run(heading: str) -> dict[str, re.Pattern[str]]:
+    """Return the file names of a table of the guide, each with a pattern that matches it."""
+    listed = [unquoted(row[0]).rstrip("/") for row in table("LAUNCH_GUIDE.md", heading)]
+    return {name: re.compile(re.escape(name).replace("<name>", ".+").replace("/<n>", "")) for name in listed}
 
 
-def unexplained(run: Path) -> list[str]:
-    """Return the files of a run directory that the table of the guide does not list."""
-    patterns = files_of_a_run().values()
-    return [path.name for path in run.iterdir() if not any(pattern.fullmatch(path.name) for pattern in patterns)]
+def unexplained(directory: Path, *headings: str) -> list[str]:
+    """Return the files of a directory that no table below these headings of the guide lists."""
+    patterns = [pattern for heading in headings for pattern in files_of_a_run(heading).values()]
+    return [path.name for path in directory.iterdir() if not any(pattern.fullmatch(path.name) for pattern in patterns)]
 
 
-def test_the_table_of_files_lists_the_files_of_a_run(project: Path) -> None:
+def missing(directory: Path, heading: str) -> set[str]:
+    found = [path.name for path in directory.iterdir()]
+    return {name for name, pattern in files_of_a_run(heading).items() if not any(map(pattern.fullmatch, found))}
+
+
+def test_the_tables_of_files_list_the_files_of_a_run(project: Path) -> None:
     run = next(project.glob("logs/train-*"))
-    assert not unexplained(run), "files of a run that the guide does not explain"
-    found = [path.name for path in run.iterdir()]
-    missing = {name for name, pattern in files_of_a_run().items() if not any(map(pattern.fullmatch, found))}
-    optional = {
-        "checkpoints",
-        "hang.json",
-        "node_<name>.lost",
-        "node_<name>.stop",
-        "smoke.json",
-    }
-    optional |= {f"node_<name>.{kind}" for kind in ("heartbeat", "usage", "reserved", "reserved_record")}
-    optional |= {"tensorboard", "wandb", "attempt_<n>", "metrics_from_output.jsonl", "metrics_from_tensorboard.jsonl"}
-    of_slurm = {"node_srun.log", "node_srun.exit", "stalled_attempts"}
-    # The run may end before the first sample, and a command of the guides may have stopped it.
-    assert missing - {"node_<name>.samples.jsonl", "attach.lock", "stop.lock"} == optional | of_slurm
+    assert not unexplained(run, "Run directory", "Files of an attempt"), (
+        "files of a run that the guide does not explain"
+    )
+    assert not unexplained(run / "newest", "Files of an attempt")
+    links = {path.name for path in run.iterdir() if path.is_symlink()}
+    assert links == {"newest", *(path.name for path in (run / "newest").iterdir() if path.name in links)}
+    optional = {"checkpoints", "smoke.json", "stalled_attempts", "tensorboard", "wandb", "node_<name>.stop"}
+    optional |= {"metrics_from_output.jsonl", "metrics_from_tensorboard.jsonl"}
+    # A command of the guides may have stopped the run.
+    assert missing(run, "Run directory") - {"attach.lock", "stop.lock"} == optional
+    optional = {f"node_<name>.{kind}" for kind in ("heartbeat", "lost", "usage", "reserved", "reserved_record")}
+    # The run may end before the first sample.
+    rare = {"hang.json", "node_srun.log", "node_srun.exit"}
+    assert missing(run / "newest", "Files of an attempt") - {"node_<name>.samples.jsonl"} == optional | rare
 
 
 @pytest.mark.parametrize("script", SLURM)

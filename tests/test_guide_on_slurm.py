@@ -120,7 +120,9 @@ def follow_job(submission: Command, others: list[Command], cluster: Cluster) -> 
     assert f"verdict: {'stopped' if stopped else 'ok'}" in errors
     assert errors.count(f"requeueing job {job}") == attempts - 1
     assert cluster.output_of(job, "out").count("resuming from") == attempts - 1
-    assert not unexplained(cluster.directory / f"logs/slurm-{job}"), "files of a run that the guide does not explain"
+    headings = ("Run directory", "Files of an attempt")
+    found = unexplained(cluster.directory / f"logs/slurm-{job}", *headings)
+    assert not found, "files of a run that the guide does not explain"
 
 
 def test_the_guide_has_commands_for_slurm() -> None:

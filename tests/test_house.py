@@ -32,6 +32,7 @@ KIT = Path(__file__).resolve().parent.parent
 # The packages and top-level modules that each package or module may import. One that is not a key may import none.
 ALLOWED_IMPORTS: dict[str, set[str]] = {
     "agent": {"exit_codes", "files", "host", "launch", "trust"},
+    "attempts": {"trust"},
     "checkpoint": {"exit_codes", "files", "torch", "training", "trust"},
     "compiler_cache": {"trust"},
     "files": {"trust"},
@@ -54,30 +55,32 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
         "files", "jobs.journal", "jobs.schedule", "metrics", "records", "report", "terminal", "training", "trust",
     },
     "launch": {
-        "exit_codes", "files", "host", "metrics", "nodelist", "records", "report", "runs", "transport", "trust",
-        "verdict", "world",
+        "attempts", "exit_codes", "files", "host", "metrics", "nodelist", "records", "report", "runs", "transport",
+        "trust", "verdict", "world",
     },
     "metrics": {"trust"},
     "records": {"metrics", "trust"},
-    "report": {"files", "metrics", "nodelist", "records", "runs", "terminal", "trust", "verdict"},
-    "runs": {"exit_codes", "files", "host", "metrics", "records", "terminal", "transport", "trust", "verdict"},
+    "report": {"attempts", "files", "metrics", "nodelist", "records", "runs", "terminal", "trust", "verdict"},
+    "runs": {
+        "attempts", "exit_codes", "files", "host", "metrics", "records", "terminal", "transport", "trust", "verdict",
+    },
     "slurm": {"exit_codes", "files", "host", "launch", "nodelist", "trust"},
     "smoke": {"files", "terminal", "torch", "trust", "world"},
     "terminal": {"trust"},
     "torch": {"agent", "exit_codes", "world"},
     "transport": {"exit_codes", "files", "host", "trust"},
-    "training": {"files", "host", "metrics", "report", "runs", "trust", "world"},
-    "verdict": {"exit_codes", "files", "host", "records", "trust"},
+    "training": {"attempts", "files", "host", "metrics", "report", "runs", "trust", "world"},
+    "verdict": {"attempts", "exit_codes", "files", "host", "records", "trust"},
     "world": {"nodelist"},
 }  # fmt: skip
 MAY_IMPORT_PYTORCH = {"agent", "checkpoint", "compiler_cache", "smoke", "torch", "training"}
 # These modules run where nothing is installed yet, so they may import only each other and the standard library.
 STANDARD_LIBRARY_ALONE = {
-    "agent.failure_records", "agent.fork_server", "agent.preloaded", "checkpoint.directory", "exit_codes", "files",
-    "health", "host", "jobs.array_task", "jobs.host", "jobs.journal", "jobs.lists.job", "jobs.schedule.placement",
-    "jobs.show.entries", "jobs.show.job_table", "jobs.show.page", "jobs.show.timeline", "launch", "metrics", "nodelist",
-    "records", "report", "runs", "slurm", "smoke.bandwidth", "smoke.summary", "terminal", "training.base_model",
-    "training.fold", "training.topics", "transport", "trust", "verdict", "world",
+    "agent.failure_records", "agent.fork_server", "agent.preloaded", "attempts", "checkpoint.directory", "exit_codes",
+    "files", "health", "host", "jobs.array_task", "jobs.host", "jobs.journal", "jobs.lists.job",
+    "jobs.schedule.placement", "jobs.show.entries", "jobs.show.job_table", "jobs.show.page", "jobs.show.timeline",
+    "launch", "metrics", "nodelist", "records", "report", "runs", "slurm", "smoke.bandwidth", "smoke.summary",
+    "terminal", "training.base_model", "training.fold", "training.topics", "transport", "trust", "verdict", "world",
 }  # fmt: skip
 
 SCRIPTS = [

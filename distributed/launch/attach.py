@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from distributed import attempts
 from distributed.exit_codes import UNFIT, WRONG_CALL
 from distributed.files import read_json, try_lock
 from distributed.launch.run import Launch, execute, masked
@@ -38,6 +39,8 @@ class AttachedLaunch(Launch):
             self._refuse("the run has a lease, so its processes end with its launcher; start it again")
         if (found / "verdict.json").exists():
             self._refuse(f"the run has ended with a verdict; see {found}/verdict.json")
+        if not attempts.numbers(found):
+            self._refuse("a launcher of an older version of Muster has started it; watch it with status.sh")
         if run.launcher.state == lookup.REMOTE:
             self._refuse(f"its launcher is process {run.launcher.pid} on {run.launcher.host}; attach there")
         if run.launcher.state == lookup.RUNNING:
@@ -70,15 +73,13 @@ class AttachedLaunch(Launch):
 
     def run_attempts(self, restarts: int = 0, start: Callable[[Watch], None] | None = None) -> None:
         """Follow the attempt that runs, then continue as for any run."""
-        restarts = len(list(self.directory.glob("attempt_*")))
-        self.watch.restart_count = restarts
 
         def follow(watch: Watch) -> None:
             for node in watch.run.nodes:
                 watch.follow(node, "--offset", str(self._sizes[node.node]))
 
         self.console.record("attached to the run")
-        super().run_attempts(restarts, start or follow)
+        super().run_attempts(self.watch.restart_count, start or follow)
 
     def _read_sizes(self, commands: LocalCommands) -> dict[str, int]:
         """The size of each node's log, in bytes. Raises TransportError if a node is unreachable; the run continues."""

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from distributed.attempts import newest
 from distributed.files import file_time
 from distributed.host.stacks import format_traceback
 from distributed.runs.lookup import Run
@@ -114,7 +115,7 @@ def seconds_without_output(directory: Path) -> float:
     If the nodes share the run directory, as under SLURM, these files include all logs, and reading them saves queries.
     Under SLURM, each query is a job step, and the number of steps of a job is limited.
     """
-    times = [path.stat().st_mtime for path in directory.glob("node_*.log")]
+    times = [path.stat().st_mtime for path in Path(newest(directory)).glob("node_*.log")]
     times += [path.stat().st_mtime for path in directory.glob("metrics.jsonl")]
     return max(0.0, file_time(directory) - max(times)) if times else math.inf
 

@@ -121,7 +121,7 @@ class LostNodes:
         run.loop.call_later(RETURN_INTERVAL, call)
 
     def is_lost(self, node: str) -> bool:
-        return (self._run.directory / f"node_{node}.lost").exists()
+        return self._run.file_of(node, "lost").exists()
 
     def mark_lost(self, node: str, reason: str = CONNECTION_LOST) -> None:
         """Record for the verdict that a node does not reply."""
@@ -129,7 +129,7 @@ class LostNodes:
         self.notify_lost(node, reason)
         if run.replaces:
             self.await_return(run.node(node))
-        path, text = run.directory / f"node_{node}.lost", reason.removeprefix(CONNECTION_LOST)
+        path, text = run.file_of(node, "lost"), reason.removeprefix(CONNECTION_LOST)
         with contextlib.suppress(OSError), open(path, "w", opener=regular_file) as file:
             file.write(text)
 
@@ -193,6 +193,6 @@ class LostNodes:
             message = f"its ssh client on the launching side (process {client.process.pid}) was killed by {name}"
         else:
             message = f"ssh on the launching side exited with code {code}"
-        path = self._run.directory / "errors" / f"connection_{node}.json"
+        path = self._run.attempt_directory / "errors" / f"connection_{node}.json"
         with contextlib.suppress(OSError):
             write_json(path, {"message": message, "time": time.time()})

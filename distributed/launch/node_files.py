@@ -1,6 +1,6 @@
 """The files of the command of a node: its exit code, process ids, log and records.
 
-Jobs of lists and tasks of SLURM have the same files.
+Jobs of lists and tasks of SLURM have the same files. Those of a job are in one directory, see distributed/attempts.py.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import contextlib
 import os
 import time
 
+from distributed import attempts
 from distributed.exit_codes import UNFIT
 from distributed.files import foreign_directory, read_json, to_json, write_file, write_json
 from distributed.host import process_scan, signals
@@ -24,14 +25,27 @@ class SupervisorError(Exception):
 class Files:
     """The files that a supervisor reads or writes."""
 
-    def __init__(self, directory: str, name: str, stem: str = "") -> None:
-        """stem: common prefix of the files, relative to the directory (default: node_NAME)."""
-        self.directory, self.name = os.path.abspath(directory), name
-        stem = os.path.join(self.directory, stem or f"node_{name}")
-        self.log, self.pids, self.exit = f"{stem}.log", f"{stem}.pid", f"{stem}.exit"
-        self.request, self.heartbeat, self.usage = f"{stem}.stop", f"{stem}.heartbeat", f"{stem}.usage"
-        self.record = os.path.join(self.directory, "errors", f"supervisor_{name}.json")
+    def __init__(self, directory: str, name: str, stem: str = "", attempt: str = "") -> None:
+        """stem: common prefix of the files, relative to the directory (default: node_NAME). attempt: "": the newest."""
+        self.directory, self.name, self._stem = os.path.abspath(directory), name, stem or f"node_{name}"
+        stem = os.path.join(self.directory, self._stem)
+        self.pids, self.request = f"{stem}.pid", f"{stem}.stop"
+        self.use(attempts.path_of(self.directory, attempt) if attempt else attempts.newest(self.directory))
+
+    def use(self, attempt: str) -> None:
+        """Use the files of an attempt. attempt: its directory."""
+        stem = os.path.join(attempt, self._stem)
+        self.log, self.exit, self.samples = f"{stem}.log", f"{stem}.exit", f"{stem}.samples.jsonl"
+        self.heartbeat, self.usage = f"{stem}.heartbeat", f"{stem}.usage"
+        self.record = os.path.join(attempt, "errors", f"supervisor_{self.name}.json")
         self.reserved, self.reserved_record = f"{stem}.reserved", f"{stem}.reserved_record"
+
+    def begin(self, attempt: str) -> None:
+        """Use the files of an attempt, and make its directory. Raises OSError."""
+        with contextlib.suppress(OSError):  # a request for an earlier attempt, or for this one, which is being handled
+            os.unlink(self.request)
+        self.use(attempts.path_of(self.directory, attempt))
+        attempts.make(self.directory, attempt)
 
     @property
     def environment(self) -> frozenset[bytes]:

@@ -16,7 +16,7 @@ import threading
 from functools import partial
 from pathlib import Path
 
-from distributed import metrics, trust
+from distributed import attempts, metrics, trust
 from distributed.files import write_json
 from distributed.host import signals
 from distributed.host.replies import Reply
@@ -32,26 +32,24 @@ if TYPE_CHECKING:
 FOLLOW_INTERVAL = 2.0  # seconds between two copies of new log lines
 FOLLOW_TIMEOUT = 3.0  # seconds
 # Programs for sh on a node. $1: the run directory. If it contains run.json, the node shares it with the launcher, and
-# there is nothing to copy or to move.
+# there is nothing to copy.
 PRINT_LOG = 'cd -- "$1" && { [ -e run.json ] || tail -c +"$3" -- "$2"; }'  # $2: log, $3: first byte
-PACK = """cd -- "$1" && if [ -e run.json ]; then set -- --files-from=/dev/null; else set -- -- .; fi &&
-TAR_OPTIONS= tar -cf - --exclude=./checkpoints --exclude='./attempt_*' --exclude='./ranks/*/collectives_*.pipe' "$@\""""
+# $2: the directory of the attempt, relative to $1. The exclusions are links, and other attempts.
+PACK = """cd -- "$1" && if [ -e run.json ]; then set -- --files-from=/dev/null; else set -- -- . "$2"; fi &&
+TAR_OPTIONS= tar -cf - --exclude=./checkpoints --exclude=./attempts --exclude=./newest --exclude=./errors \
+--exclude=./ranks --exclude='ranks/*/collectives_*.pipe' "$@\""""
 OF_LAUNCHER = (
     "run.json", "launcher.log", "verdict.json", "report.html", "hang.json", "stalled_attempts", "stop.lock",
-    "attach.lock",
+    "attach.lock", attempts.NAME, attempts.NEWEST,
 )  # fmt: skip
 # The files node_NAME.* of a supervisor, except node_NAME.environment, which has secrets.
 OF_NODE = ("log", "exit", "pid", "stop", "samples.jsonl", "heartbeat", "usage", "reserved", "reserved_record")
 OF_RUN = (*metrics.ORIGINS, "settings.json")  # rank 0 writes them
-OF_AGENTS = re.compile("errors/(node|rank)_")  # records that agents exchange
+OF_AGENTS = re.compile("/(node|rank)_")  # records that agents exchange
 SMOKE_TEST = "smoke.json"  # rank 0 of the smoke test writes it
 SIGNALS = frozenset(map(signals.name, signal.valid_signals()))  # in names of records
 LEFT_OUT = "not copied back, as links, special files, files of git or TensorBoard, or files that exist here: "
 SHOWN = 3  # names in a warning
-# $2: directory to which the files of the attempt are moved. $3: pid file of a supervisor that stays for the next
-# attempt; a copy of this file remains in the run directory. If no supervisor stays, $3 is empty.
-ARCHIVE = """umask 077 && cd -- "$1" && { [ -e run.json ] || { mkdir -p -- "$2" && mv errors ranks node_* "$2/" &&
-{ [ ! "$3" ] || cp -p -- "$2/$3" .; }; }; }"""
 
 
 class NodeLogs:
@@ -59,11 +57,14 @@ class NodeLogs:
 
     def __init__(self, watch: Watch, sync: bool) -> None:
         self._watch, self._sync = watch, sync
-        self._fetched: list[RunNode] = []  # nodes whose run directory was copied back
         self._threads: dict[threading.Thread, Client] = {}  # they unpack what a client prints: the files of a node
         # By node: the new directory with its files, the names of what was left out, and why files are missing.
         self._received: dict[RunNode, tuple[str, list[str], str]] = {}
         self._placed: dict[RunNode, set[str]] = {}  # names of the files that each node has sent
+
+    @property
+    def _attempt(self) -> str:
+        return str(self._watch.attempt_directory.relative_to(self._watch.directory))
 
     def _on_node(self, node: RunNode, script: str, *arguments: str) -> Command:
         line = ["sh", "-c", script, "sh", str(self._watch.directory), *arguments]
@@ -91,7 +92,7 @@ class NodeLogs:
 
     def _append_log(self, node: RunNode, then: partial[None], timeout: float = 0.0) -> None:
         """Append the bytes that the log on the node has and the local copy lacks."""
-        log = self._watch.directory / f"node_{node.node}.log"
+        log = self._watch.file_of(node.node, "log")
         try:
             file = trust.regular_file(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         except OSError:  # such as a full disk
@@ -110,7 +111,7 @@ class NodeLogs:
             os.close(file)
             then(reply)
 
-        command = self._on_node(node, PRINT_LOG, log.name, str(os.fstat(file).st_size + 1))
+        command = self._on_node(node, PRINT_LOG, f"{self._attempt}/{log.name}", str(os.fstat(file).st_size + 1))
         client = self._watch.calls.call(
             node.node, command, ended, timeout=timeout, on_output=append, most=trust.MAX_BYTES
         )
@@ -118,18 +119,17 @@ class NodeLogs:
     # ---- after an attempt
 
     def collect(self) -> None:
-        """Copy the run directory of each node back, without checkpoints.
+        """Copy the run directory of each node back, without checkpoints and earlier attempts.
 
         Skip a node if node_NAME.exit exists on this machine: the node shares the directory, or did not start. Skip
         lost nodes, too.
         """
-        run = self._watch.directory
-        self._fetched = [
+        nodes = [
             node
             for node in self._watch.run.nodes
-            if not (run / f"node_{node.node}.exit").exists() and not self._watch.lost_nodes.is_lost(node.node)
+            if not self._watch.file_of(node.node, "exit").exists() and not self._watch.lost_nodes.is_lost(node.node)
         ]
-        for node in self._fetched:
+        for node in nodes:
             if self._sync:
                 self._append_log(node, partial(self._fetch_after, node))
             else:
@@ -148,7 +148,7 @@ class NodeLogs:
     def _fetch_after(self, node: RunNode, reply: Reply) -> None:
         if reply.code:
             with contextlib.suppress(OSError):  # tar then copies the whole log
-                (self._watch.directory / f"node_{node.node}.log").unlink()
+                self._watch.file_of(node.node, "log").unlink()
         self._fetch(node)
 
     def _fetch(self, node: RunNode) -> None:
@@ -158,7 +158,8 @@ class NodeLogs:
             self._warn(node, f"its files could not be copied back ({error}); look for them on the node")
             return
         source, target = os.pipe()
-        client = self._watch.calls.call(node.node, self._on_node(node, PACK), output=target, errors=INHERITED)
+        command = self._on_node(node, PACK, self._attempt)
+        client = self._watch.calls.call(node.node, command, output=target, errors=INHERITED)
         os.close(target)
         thread = threading.Thread(target=self._unpack, args=(node, source, directory), daemon=True)
         self._threads[thread] = client
@@ -168,6 +169,7 @@ class NodeLogs:
         """Unpack the files of a node. Runs in a thread."""
 
         def expects(name: str) -> bool:  # agents also keep failure records of other nodes, see _place()
+            name = name.removeprefix(f"{self._attempt}/")
             nodes = self._watch.run.nodes if name.startswith("errors/") else (node,)
             return any(is_expected(one, name) for one in nodes)
 
@@ -184,9 +186,9 @@ class NodeLogs:
         Files of the whole run are those of the node of rank 0, if it has any. Records of other nodes are kept only for
         lost nodes, whose own records are missing. The key "reported_by" then has the name of this node.
         """
-        run = self._watch.directory
+        run, errors = self._watch.directory, f"{self._attempt}/errors"
         try:
-            records = [f"errors/{name}" for name in os.listdir(os.path.join(received, "errors"))]
+            records = [f"{errors}/{name}" for name in os.listdir(os.path.join(received, errors))]
         except FileNotFoundError:
             records = []
         lost = [one for one in self._watch.run.nodes if self._watch.lost_nodes.is_lost(one.node)]
@@ -195,8 +197,9 @@ class NodeLogs:
         dropped = [name for name in exists if exists[name] or (has_metrics and name in metrics.ORIGINS)]
         try:
             for name in records:
-                subject = next((one for one in (node, *lost) if is_expected(one, name)), None)
-                if not subject or (subject != node and ((run / name).exists() or not OF_AGENTS.match(name))):
+                base = name.removeprefix(errors)
+                subject = next((one for one in (node, *lost) if is_expected(one, f"errors{base}")), None)
+                if not subject or (subject != node and ((run / name).exists() or not OF_AGENTS.match(base))):
                     dropped.append(name)
                 elif not is_about(subject, path := os.path.join(received, name)):
                     dropped.append(name)
@@ -218,19 +221,11 @@ class NodeLogs:
 
     def _accepts(self, node: RunNode, name: str, exists: bool) -> bool:
         """Whether a file of a node may be placed: it replaces only files of this node."""
-        placed, top = self._placed.setdefault(node, set()), name.partition("/")[0]
-        if exists and name not in placed and top not in ("errors", "ranks", *OF_RUN) and not top.startswith("node_"):
+        placed = self._placed.setdefault(node, set())
+        if exists and name not in placed and name.partition("/")[0] not in (attempts.NAME, *OF_RUN):
             return False
         placed.add(name)
         return True
-
-    def archive(self, directory: str) -> None:
-        """Archive the last attempt on the nodes too, so that its files are not copied back again."""
-        pid_files = {node: f"node_{node.node}.pid" for node in self._fetched if node.node in self._watch.nodes.waiting}
-        commands = {node: self._on_node(node, ARCHIVE, directory, pid_files.get(node, "")) for node in self._fetched}
-        for node, reply in zip(self._fetched, self._watch.calls.call_all(commands).values(), strict=True):
-            if reply.code:
-                self._warn(node, f"files of the last attempt in {self._watch.directory} could not be moved")
 
     def _warn(self, node: RunNode, problem: str) -> None:
         self._watch.console.print(f"warning: {node.node}: {problem}", always=True)
@@ -267,5 +262,5 @@ def is_expected(node: RunNode, name: str) -> bool:
     if top.startswith("node_") or top in OF_RUN:
         return name in (*OF_RUN, *(f"node_{node.node}.{kind}" for kind in OF_NODE))
     is_run = "run.json" in below.split("/")  # status.sh would take the directory for a run
-    others = (*OF_LAUNCHER, "errors", "ranks", "checkpoints")
-    return top not in others and not top.startswith((".", "attempt_")) and not is_run
+    others = (*OF_LAUNCHER, *attempts.PARTS, "checkpoints")
+    return top not in others and not top.startswith(".") and not is_run

@@ -57,7 +57,8 @@ def sweep(files: Files, grace: float) -> int:
         send_signal(signal.SIGTERM, top)
         wait_until(lambda: not process_scan.live_processes(files.environment), grace)
     kill_all(lambda: process_scan.live_processes(files.environment))
-    started = os.path.exists(files.pids) or os.path.exists(files.reserved)  # a full disk may have no node_NAME.pid
+    # In this attempt; a full disk may have no node_NAME.pid.
+    started = (os.path.exists(files.pids) and os.path.exists(files.log)) or os.path.exists(files.reserved)
     if started and not wait_until(lambda: os.path.exists(files.exit), GUARD_TIMEOUT):
         if read_json(files.pids).get("boot_id", boot_id()) == boot_id():
             write_record(files, "killed", "the supervisor and its guard were killed", found=True)

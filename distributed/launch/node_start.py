@@ -28,7 +28,8 @@ class NodeStart:
         """The supervisor's command line for an attempt, without the node's name and without the agent's command."""
         run = self._run
         program = [*self.supervisor[:-1], "launch.follow"] if run.lease == 0 else [*self.supervisor, "run"]
-        command = [*program, "--dir", str(run.directory), "--grace", str(run.options.grace)]
+        command = [*program, "--dir", str(run.directory), "--attempt", str(run.restart_count + 1)]
+        command += ["--grace", str(run.options.grace)]
         command += ["--console-rank", self.console_rank]
         if run.terminals:
             command += ["--terminals", run.terminals]
@@ -79,6 +80,7 @@ class NodeStart:
         """The request that makes a waiting agent start the next attempt."""
         agent = self._run.options.agent
         facts = {
+            "attempt": str(self._run.restart_count + 1),
             "environment": self._counts,
             "processes": {node.node: node.processes for node in self._run.run.nodes} if self._names_nodes else {},
             "console_rank": self.console_rank,

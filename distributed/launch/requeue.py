@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from distributed.attempts import newest
 from distributed.exit_codes import STOPPED, UNFIT
 from distributed.files import write_file
 from distributed.trust import read_bytes
@@ -87,7 +88,7 @@ def scontrol(*arguments: str) -> subprocess.CompletedProcess[bytes]:
 
 
 def lost_a_node(run: EndedRun) -> bool:
-    return not run.signal and run.code == UNFIT and any(run.directory.glob("node_*.lost"))
+    return not run.signal and run.code == UNFIT and any(Path(newest(run.directory)).glob("node_*.lost"))
 
 
 def count_stalled_attempts(run: EndedRun) -> int:

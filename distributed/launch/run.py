@@ -15,16 +15,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from distributed import attempts
 from distributed.exit_codes import INTERRUPTED, STOPPED, TERMINATED, UNFIT, WRONG_CALL
 from distributed.files import KIT, read_json, write_json
 from distributed.host import signals
@@ -60,7 +60,6 @@ if TYPE_CHECKING:
 MAX_STALLED = 3  # consecutive restarts without progress before giving up
 PROGRESS_SECONDS = 300.0  # an attempt that logs no steps has made progress when it ran this long
 REPORT_TIMEOUT = 30  # seconds
-ATTEMPT_FILES = ("errors", "ranks", "verdict.json", "hang.json", "node_*")  # other files belong to the whole run
 
 
 class ReportEnded(BaseException):
@@ -322,7 +321,6 @@ class Launch:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(-1, os.WNOHANG)  # reap the launcher's child, which wrote the lists to standard input
         run_pipe = self.detach() if options.detach else -1
-        attempt = archive_attempt(Path(options.existing_run)) if options.existing_run else 0
         transport = self._transport(commands)
         watch_options = Options(
             agent=self._agent(address, port), python=options.python, node_env=options.node_env, cwd=options.cwd,
@@ -331,9 +329,10 @@ class Launch:
             progress=options.progress, console_rank=options.console_rank,
         )  # fmt: skip
         watch = Watch(transport, watch_options, self.console, terminals())
-        watch.restart_count, watch.max_restarts = attempt, options.max_restarts
+        watch.max_restarts = options.max_restarts
         watch.replaces = bool(options.spares or options.min_nodes)
         directory = self.create_run()
+        watch.restart_count = attempts.numbers(directory)[-1] - 1
         if watch.lease == 0:
             record_launcher(directory, address, port)
         if path := os.environ.get("MUSTER_RUN_FILE"):  # set by the program that called this launcher
@@ -395,13 +394,11 @@ class Launch:
             restarts += 1
             count = f"restart {restarts} of {self.options.max_restarts}"
             self._notify("restart", f"{count}: ")
-            number = archive_attempt(self.directory, self.watch.nodes.waiting | {one.node for one in self.watch.spares})
-            self.watch.restart_count = number
             self.console.record(f"exit code {self.code}: {count}")
             if self.watch.replaces:
                 self._replace_lost_nodes()
-            if logs:
-                logs.archive(f"attempt_{number}")
+            self.watch.attempt_directory = Path(run_directory.begin_attempt(str(self.directory)))
+            self.watch.restart_count += 1
 
     def _replace_lost_nodes(self) -> None:
         """Change the nodes of the next attempt, and record this in run.json."""
@@ -498,7 +495,7 @@ class Launch:
 
     def _notify(self, event: str, message: str = "") -> None:
         """Notify of the verdict on the last attempt. message: the beginning of the text."""
-        verdict = read_json(self.directory / "verdict.json")
+        verdict = read_json(self.watch.attempt_directory / "verdict.json")
         outcome, cause = verdict.get("outcome"), verdict.get("cause", f"exit code {self.code}")
         self.watch.notifier.send(
             event, f"{message}{outcome}: {cause}", verdict=outcome, exit_code=self.code, cause=cause,
@@ -591,28 +588,6 @@ def masked(call: Sequence[str]) -> list[str]:
         else:
             shown.append(argument)
     return shown
-
-
-def archive_attempt(directory: Path, staying: Collection[str] = ()) -> int:
-    """Move the files of the attempt that has ended into attempt_<n>. Returns n, the first number that is not used.
-
-    Files of the whole run stay. staying: nodes whose supervisor stays; the file with its process ids is copied.
-    """
-    number = 1
-    while (directory / f"attempt_{number}").exists():
-        number += 1
-    target = directory / f"attempt_{number}"
-    target.mkdir(PRIVATE_DIRECTORY)
-    shutil.copy2(directory / "run.json", target)
-    for pattern in ATTEMPT_FILES:
-        for path in directory.glob(pattern):
-            path.rename(target / path.name)
-    for node in staying:
-        with contextlib.suppress(OSError):  # the file is missing here if the node has its own run directory
-            shutil.copy2(target / f"node_{node}.pid", directory)
-    for name in ("errors", "ranks"):
-        make_directories(str(directory / name), PRIVATE_DIRECTORY)
-    return number
 
 
 def record_launcher(directory: Path, address: str, port: str) -> None:

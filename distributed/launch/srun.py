@@ -106,7 +106,6 @@ class JobStep:
     """Follows srun and its tasks until srun has exited."""
 
     def __init__(self, watch: Watch, nodes: Sequence[StepNode]) -> None:
-        self.run = watch.directory
         self.nodes = {node.name: node for node in nodes}
         self._watch = watch
         self._step = ""  # step id, as reported by tasks
@@ -158,7 +157,7 @@ class JobStep:
         messages = self._messages.feed(received, last=not received)
         if messages and not all(len(node.ends) == node.tasks for node in self._nodes_of_attempt()):
             self._watch.console.show(self._console.message(messages), 2)
-        with suppress(OSError), open(self.run / f"node_{SRUN}.log", "ab", opener=regular_file) as log:
+        with suppress(OSError), open(self._watch.file_of(SRUN, "log"), "ab", opener=regular_file) as log:
             log.write(received)
         for failed in NODE_FAILURE.findall(messages.decode(errors="replace")):
             with suppress(NodeListError):
@@ -313,8 +312,8 @@ class JobStep:
         """Write text or JSON. Prints errors, such as a full disk, instead of raising them."""
         try:
             if isinstance(content, str):
-                write_file(self.run / name, content)
+                write_file(self._watch.attempt_directory / name, content)
             else:
-                write_json(self.run / name, content)
+                write_json(self._watch.attempt_directory / name, content)
         except OSError as error:
-            self.print(f"cannot write {self.run / name}: {error.strerror}")
+            self.print(f"cannot write {self._watch.attempt_directory / name}: {error.strerror}")

@@ -144,7 +144,7 @@ class Stopping:
         """Record a signal for the verdict."""
         facts = {"signal": name, "sender": "to the launcher", "time": time.time()}
         with contextlib.suppress(OSError):
-            write_json(self._run.directory / "errors" / f"signal_launcher_{name}.json", facts)
+            write_json(self._run.attempt_directory / "errors" / f"signal_launcher_{name}.json", facts)
 
     @property
     def is_ending(self) -> bool:
@@ -154,7 +154,7 @@ class Stopping:
         """Stop a run that hangs. record: the content of hang.json."""
         run = self._run
         with contextlib.suppress(OSError):
-            write_json(run.directory / "hang.json", record)
+            write_json(run.attempt_directory / "hang.json", record)
         self.status = TIMED_OUT
         run.console.record("the run hangs; stopping it")
         self.schedule(0.0, "fail" if run.agents_stay else "stop")

@@ -10,6 +10,7 @@ run starts COMMAND in a new session and waits until it exits:
   --dir DIR          run directory, created if it does not exist. Files: node_NAME.log (all output), node_NAME.pid
                      (process ids, JSON), node_NAME.exit (exit code, written last), errors/supervisor_NAME.json (why
                      the supervisor stopped COMMAND, or was killed)
+  --attempt N        write these files, except node_NAME.pid, to DIR/attempts/N; see distributed/attempts.py
   --name NAME        name of this node
   --source FILE      shell script to source before COMMAND starts
   --environment FROM two blocks of variables for COMMAND, set before and after --source: NAME=VALUE entries, each
@@ -40,8 +41,7 @@ Errors of a closed or full console are ignored. The exit code is that of COMMAND
 
 With --restarts, `fail` stops the attempt, after which COMMAND may wait for the next one. When COMMAND has reported the
 end of an attempt, and no other process remains, the supervisor writes and reports the exit code. Then `attempt JSON`
-starts the next attempt with new files (the launcher has moved the files of the last attempt), or `end` lets COMMAND
-exit.
+starts the next attempt with new files, or `end` lets COMMAND exit.
 
 A second process, the guard, kills COMMAND if the supervisor is killed. When run exits, no process started by COMMAND
 remains, in any session. sweep stops COMMAND, ends processes that remain because supervisor and guard were killed, and
@@ -217,7 +217,7 @@ class Supervisor:
                 isolate()
                 process_scan.die_with_parent(parent)
                 os.nice(10)
-                usage_sampler.record(self.files.directory, self.files.name)
+                usage_sampler.record(self.files.directory, self.files.name, self.files.samples)
             finally:
                 os._exit(0)
         return pid
@@ -486,8 +486,7 @@ class Supervisor:
         self._drop_console()
         self._end_command()
         if self.code is None and not self.stopping:
-            if not self._is_replaced():
-                write_record(self.files, "launcher lost", message)
+            write_record(self.files, "launcher lost", message)
             self._print_message(f"{message}; stopping")
             self.stop()
 
@@ -552,19 +551,19 @@ class Supervisor:
 
     def _start_attempt(self, facts: bytes) -> None:
         """Start the next attempt. facts: JSON, for the command."""
-        for path in (self.files.record, self.files.pids):
-            with contextlib.suppress(OSError):
-                make_directories(os.path.dirname(path), PRIVATE_DIRECTORY)
-        with contextlib.suppress(OSError):  # the file may have the request for this attempt, which would be read again
-            os.unlink(self.files.request)
+        request = parse_json(facts)
         try:
+            self.files.begin(request["attempt"])
+            make_directories(os.path.dirname(self.files.exit), PRIVATE_DIRECTORY)
             log = regular_file(self.files.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         except OSError as error:
             self._print_message(f"{self.files.log}: {error.strerror}: output is added to the log of the last attempt")
         else:
-            os.close(self._log)  # the launcher has moved it, with the other files of the attempt
+            os.close(self._log)
             self._log = log
-        self.options.console_rank = parse_json(facts).get("console_rank", "0")
+        guard, self._guard = self._guard, Guard(self.files)
+        guard.stop()
+        self.options.console_rank = request.get("console_rank", "0")
         self.code, self._console, self._shown, self._kill_at = None, None, None, float("inf")
         self._output_metrics = None
         self._unlogged = b""
@@ -725,20 +724,11 @@ class Supervisor:
         return format_report(node=self.files.name, **self._token, **facts)
 
     def _write_code(self) -> None:
-        if self._is_replaced():
-            return
         try:
             assert self.code is not None
             write_code(self.files, self.code)
         except OSError as error:
             self._print_message(f"cannot write {self.files.exit}: {error.strerror}")
-
-    def _is_replaced(self) -> bool:
-        """Whether the launcher has given up this node for this attempt, and has moved the files of the attempt."""
-        try:
-            return self.options.restarts and not os.path.samestat(os.stat(self.files.log), os.fstat(self._log))
-        except OSError:
-            return True
 
     def _write_usage(self) -> None:
         import resource
@@ -808,6 +798,8 @@ def supervise(
     create: makes the supervisor.
     """
     files = options.files
+    if options.attempt:
+        files.begin(options.attempt)
     make_directories(os.path.dirname(files.record), PRIVATE_DIRECTORY)
     with contextlib.suppress(PermissionError):  # already a session leader
         os.setsid()
@@ -859,7 +851,7 @@ VERBS = ("run", "stop", "kill", "fail", "end", "attempt", "signal", "sweep", "st
 # Each of these options sets the field of SupervisorOptions that has its name.
 FLAGS = ("--report", "--sample-usage", "--restarts")
 # --offset: of follow.py
-TEXTS = ("--dir", "--name", "--source", "--environment", "--terminals", "--console-rank", "--offset")
+TEXTS = ("--dir", "--name", "--attempt", "--source", "--environment", "--terminals", "--console-rank", "--offset")
 DURATIONS = ("--grace", "--lease", "--timeout")
 
 
@@ -868,7 +860,7 @@ class SupervisorOptions:
 
     def __init__(self, arguments: Sequence[str], grace: float = 8.0) -> None:
         """grace: the default of --grace."""
-        self.dir = self.name = self.source = self.environment = self.terminals = ""
+        self.dir = self.name = self.attempt = self.source = self.environment = self.terminals = ""
         self.grace, self.lease, self.timeout = grace, float("inf"), float("inf")
         self.report = self.sample_usage = self.restarts = False
         self.offset, self.console_rank = "", "0"
@@ -900,7 +892,7 @@ class SupervisorOptions:
 
     @property
     def files(self) -> Files:
-        return Files(self.dir, self.name)
+        return Files(self.dir, self.name, attempt=self.attempt)
 
 
 def seconds(option: str, value: str) -> float:

@@ -89,7 +89,7 @@ class Pdsh(Ssh):
 
         for node in nodes:
             store = ["sh", "-c", STORE, "sh", run, f"node_{node.node}.environment"]
-            command = self.commands.command(node, store, watch.options.cwd, f"{run}/node_{node.node}.log")
+            command = self.commands.command(node, store, watch.options.cwd, str(watch.file_of(node.node, "log")))
             sent = watch.node_start.environment_block(node.node)
             calls.append(watch.calls.call(node.node, command, stored, sent=sent, errors=INHERITED))
         watch.calls.wait(calls)
@@ -100,7 +100,7 @@ class Pdsh(Ssh):
             watch.start_client(PDSH, self._command(watch, nodes), on_errors=feed, on_exit=ended)
             return
         for name in unfit:
-            write_file(f"{run}/node_{name}.exit", f"{UNFIT}\n")
+            write_file(watch.file_of(name, "exit"), f"{UNFIT}\n")
         remove([node for node in nodes if node.node not in unfit])
         watch.stopping.node_failed(UNFIT)
 

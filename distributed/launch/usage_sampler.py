@@ -1,6 +1,6 @@
 """Sample the resource usage of a node's ranks: CPU, memory, output and GPUs.
 
-A child process of the supervisor appends one JSON object per sample to node_<name>.samples.jsonl in the run directory.
+A child process of the supervisor appends one JSON object per sample to node_<name>.samples.jsonl of the attempt.
 With srun, each task has a supervisor, and only the supervisor of the node's first task has this child process. One
 sample:
 
@@ -46,15 +46,15 @@ def stop(pid: int) -> None:
             kill(pid, signal.SIGKILL)
 
 
-def record(run: str, node: str) -> None:
-    """Append samples until killed. The calling process must be a session leader; nvidia-smi runs in its session.
+def record(run: str, node: str, path: str) -> None:
+    """Append samples to a file until killed. The calling process must lead a session; nvidia-smi runs in its session.
 
     Imports nothing before the first sample is due, so that it does not delay the start of the ranks.
     """
     time.sleep(INTERVAL)
     import json
 
-    path, samples, interval = os.path.join(run, f"node_{node}.samples.jsonl"), list[Sample](), INTERVAL
+    samples, interval = list[Sample](), INTERVAL
     query_gpus_at = 0.0
     while True:
         due = time.monotonic() + interval

@@ -57,7 +57,7 @@ class Local(Transport):
         run = str(watch.directory)
         agent = watch.options.agent.on(run, node.node, str(rank), str(node.processes))
         arguments = [*watch.node_start.supervisor_command(), "--name", node.node, "--environment", "-", "--", *agent]
-        command = self.commands.command(node, arguments, watch.options.cwd, f"{run}/node_{node.node}.log")
+        command = self.commands.command(node, arguments, watch.options.cwd, str(watch.file_of(node.node, "log")))
         watch.start_client(node.node, command, sent=watch.node_start.environment_block())
 
     def request(self, watch: Watch, request: str) -> None:
@@ -228,7 +228,7 @@ class Watch(WatchedRun):
             self.stopping.node_failed(UNFIT if client.code == UNREACHABLE else client.code)
         for node in unended:
             if client.code and len(unended) < len(self.run.nodes):
-                if (code := read_code(str(self.directory / f"node_{node}.exit"))) is None:
+                if (code := read_code(str(self.file_of(node, "exit")))) is None:
                     self.lost_nodes.lose(node)
                 else:  # output of the login shell may have damaged its report
                     self.stopping.node_ended(node, code)
@@ -237,10 +237,10 @@ class Watch(WatchedRun):
     def _unreported(self, node: str, client: Client) -> None:
         """Handle the end of a client that has not passed on the exit code of its supervisor."""
         code = client.code
-        recorded = read_code(str(self.directory / f"node_{node}.exit"))
+        recorded = read_code(str(self.file_of(node, "exit")))
         exited = recorded is not None
         lost = code == UNREACHABLE or (code > 128 and not self.stopping.requested)
-        runs_on = self.nodes[node].runs_on or (self.lease == 0 and (self.directory / f"node_{node}.pid").exists())
+        runs_on = self.nodes[node].runs_on or (self.lease == 0 and self.file_of(node, "reserved").exists())
         if not exited and (lost or (self.transport.reports and runs_on)):
             if self.transport.reports and client.process.returncode < 0:
                 self.console.record(f"{node}: the launcher's client (process {client.process.pid}) was killed")
@@ -263,7 +263,7 @@ class Watch(WatchedRun):
 
     def _login_shell_failed(self, node: str) -> bool:
         with contextlib.suppress(OSError):
-            return f"{node}: {LOGIN_SHELL}" in read_text(self.directory / f"node_{node}.log")
+            return f"{node}: {LOGIN_SHELL}" in read_text(self.file_of(node, "log"))
         return False
 
     # ---- one attempt
@@ -360,14 +360,14 @@ class Watch(WatchedRun):
     def record_reported(self) -> None:
         """Write for the verdict what nodes have reported, but could not write to their disks."""
         for node, known in self.nodes.items():
-            if known.reported is not None and not (self.directory / f"node_{node}.exit").exists():
+            if known.reported is not None and not self.file_of(node, "exit").exists():
                 self._record_end(node, known.reported, known.unlogged)
 
     def _record_end(self, node: str, code: int, lines: str) -> None:
         with contextlib.suppress(OSError):
-            with open(self.directory / f"node_{node}.log", "ab", opener=regular_file) as log:
+            with open(self.file_of(node, "log"), "ab", opener=regular_file) as log:
                 log.write(lines.encode(errors="replace"))
-            write_file(self.directory / f"node_{node}.exit", f"{code}\n")
+            write_file(self.file_of(node, "exit"), f"{code}\n")
 
     def kill_clients(self) -> None:
         """Kill the clients of the attempt or, after a stop request, all clients. Do not wait for a blocked console."""

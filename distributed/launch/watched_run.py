@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 from dataclasses import dataclass
+from pathlib import Path
 
+from distributed.attempts import newest
 from distributed.host import signals
 from distributed.launch.node_states import Nodes, NodeState
 from distributed.launch.notify import Notifier
@@ -106,9 +108,14 @@ class WatchedRun:
     def open(self, run: Run) -> None:
         """Set the run that is watched."""
         self.run, self.directory, self.spares = run, run.directory, list(run.spares)
+        self.attempt_directory = Path(newest(run.directory))
         self.console.log = run.directory / "launcher.log"
         for node in (*run.nodes, *run.spares):
             self.nodes.setdefault(node.node, NodeState())
+
+    def file_of(self, node: str, kind: str) -> Path:
+        """The path of a node's file of the attempt. kind: its suffix."""
+        return self.attempt_directory / f"node_{node}.{kind}"
 
     @property
     def lease(self) -> int | None:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from distributed import metrics
+from distributed.attempts import newest
 from distributed.files import KIT, write_file
 from distributed.records import integer, is_time, listed, mapping, node_changes, number, read_object, text
 from distributed.report import charts, ranks
@@ -91,7 +92,8 @@ def read(directory: Path) -> RunRecords:
     """Read a run directory. Raises OSError if it does not exist."""
     directory = directory.resolve(strict=True)
     notes: list[str] = []
-    run, settings, verdict = (read_object(directory / f"{name}.json", notes) for name in ("run", "settings", "verdict"))
+    run, settings = (read_object(directory / f"{name}.json", notes) for name in ("run", "settings"))
+    verdict = read_object(Path(newest(directory), "verdict.json"), notes)
     notes += node_changes(run)
     found = Path(metrics.find(directory) or directory / "metrics.jsonl")
     history = read_metrics(found, notes)
@@ -113,7 +115,8 @@ def last_lines_of_failed(directory: Path, verdict: Mapping[str, Any]) -> list[st
     if not node or "/" in node:
         return []
     traceback = set(text(verdict.get("traceback")).splitlines())
-    lines = [line.text for line in read_log(directory / f"node_{node}.log", node).get(integer(verdict.get("rank")), [])]
+    log = read_log(Path(newest(directory), f"node_{node}.log"), node)
+    lines = [line.text for line in log.get(integer(verdict.get("rank")), [])]
     return [printable(line) for line in lines if line.strip() and line not in traceback][-MAX_LINES:]
 
 

@@ -15,6 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from distributed import attempts
 from distributed.records import integer, is_time, listed, mapping, number, read_object
 from distributed.report.history import Point
 from distributed.trust import parse_json, read_text
@@ -47,9 +48,9 @@ class Usage:
 def read_usage(run: Path) -> Usage:
     """The usage in the last MAX_ATTEMPTS attempts of a run, the oldest first."""
     usage = Usage()
-    attempts = [*sorted(run.glob("attempt_*"), key=lambda path: (len(path.name), path.name)), run]
-    most = SAMPLES // min(len(attempts), MAX_ATTEMPTS)
-    for number_of_attempt, attempt in list(enumerate(attempts, 1))[-MAX_ATTEMPTS:]:
+    directories = attempts.directories(run)
+    most = SAMPLES // min(len(directories), MAX_ATTEMPTS)
+    for number_of_attempt, attempt in list(enumerate(directories, 1))[-MAX_ATTEMPTS:]:
         layout = [*map(mapping, listed(read_object(attempt / "run.json", []).get("layout")))]
         first_ranks = {str(one.get("node")): number(one.get("first_rank")) for one in layout}
         local_ranks = {str(one.get("node")): range(integer(one.get("processes")) or 1000) for one in layout}

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed import metrics
+from distributed.attempts import newest
 from distributed.files import file_time, foreign_directory, read_json
 from distributed.host import process_scan
 from distributed.host.collectives import Collectives, directory_of
@@ -343,7 +344,7 @@ def observe(run: str, node: str, *, count: int, first_rank: int, seconds: float,
 
     with ThreadPoolExecutor(8) as pool:  # py-spy takes a moment for each rank
         ranks = tuple(pool.map(status_of, sorted(set(range(count)) | set(by_rank))))
-    line = last_line(Path(run, f"node_{node}.log"))
+    line = last_line(Path(newest(run), f"node_{node}.log"))
     progress = read_progress(Path(run))
     host, stopped = os.uname().nodename, stopped_processes(run, node, after)
     return NodeStatus(host, elapsed, ranks, tuple(after), line, tuple(gpus.values()), error, progress, stopped)

@@ -2,9 +2,8 @@
 
     logs/train-20250102-030405-9f3a/
         run.json          command, nodes, commit, versions (written by this module)
-        errors/           failure records of ranks and agents
-        ranks/            output files of ranks
-        node_<name>.log   node_<name>.exit   metrics.jsonl   verdict.json   ... (written during the run)
+        attempts/<n>/     the files of each attempt, with a copy of run.json; see distributed/attempts.py
+        metrics.jsonl   launcher.log   ... (written during the run)
     logs/latest           -> the newest run
     logs/node_<name>.log  -> the node's log in the newest run
     logs/slurm-<job>      -> the run of this SLURM job
@@ -19,6 +18,7 @@ import os
 import sys
 import time
 
+from distributed import attempts
 from distributed.files import KIT, read_json, version, write_json
 from distributed.host.identity import machine, user, versions
 from distributed.host.process_scan import start_time
@@ -73,6 +73,8 @@ def create(
         make_directories(existing)  # that of a job may be new
         if problem := foreign(existing, os.stat(existing)):
             raise OSError(errno.EPERM, problem.partition(": ")[2], existing)
+        if os.path.exists(os.path.join(existing, "run.json")) and not attempts.numbers(existing):
+            raise OSError(errno.EINVAL, "a run of an older version of Muster, which cannot be continued", existing)
     pid, zone = launcher or os.getppid(), time.strftime("%z")
     directory = existing or _create_directory(os.path.abspath(logs), name)
     facts = {
@@ -90,9 +92,8 @@ def create(
         "user": user(), "versions": {"muster": version(), **_versions(python)}, "git": _git(cwd),
     }  # fmt: skip
     try:
-        for part in ("errors", "ranks"):
-            make_directories(os.path.join(directory, part), PRIVATE_DIRECTORY)
         write_json(os.path.join(directory, "run.json"), facts)
+        begin_attempt(directory)
     except OSError:
         if not existing:
             import shutil
@@ -123,6 +124,16 @@ def change_nodes(
     earlier = facts.get("changes")
     facts |= _facts_of_nodes(nodes, spares) | {"changes": [*(earlier if isinstance(earlier, list) else ()), *changes]}
     write_json(path, facts)
+
+
+def begin_attempt(directory: str) -> str:
+    """Make the directory of the next attempt, with a copy of run.json. Returns its path. Raises OSError."""
+    facts = read_json(os.path.join(directory, "run.json"))
+    nodes = [str(node["node"]) for key in ("layout", "spares") for node in facts[key]]  # type: ignore[attr-defined]
+    names = ["verdict.json", *(f"node_{node}.{kind}" for node in nodes for kind in ("log", "exit"))]
+    attempt = attempts.make(directory, str(max(attempts.numbers(directory), default=0) + 1), names)
+    write_json(os.path.join(attempt, "run.json"), facts)
+    return attempt
 
 
 def _create_directory(logs: str, name: str) -> str:
@@ -199,12 +210,8 @@ def link_to(directory: str, nodes: Sequence[str], slurm_job: Sequence[str] = ())
         if os.path.lexists(link) and not os.path.islink(link):
             errors.append(f"{link}: not a symbolic link; move it away to let it point to the newest run")
             continue
-        temporary = f"{link}.{os.urandom(4).hex()}"
         try:
-            os.symlink(target, temporary)
-            os.replace(temporary, link)
+            attempts.point(link, target)
         except OSError as error:
-            if os.path.lexists(temporary):
-                os.unlink(temporary)
             errors.append(f"{link}: cannot create this link to {target}: {error.strerror}")
     return errors

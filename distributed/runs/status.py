@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from distributed import metrics, terminal
+from distributed.attempts import newest
 from distributed.exit_codes import STOPPED, TIMED_OUT, UNFIT
 from distributed.files import KIT
 from distributed.host.signals import signal_name
@@ -356,7 +357,7 @@ class Viewer:
         self._query.update()
         replies = self._query.query(["--seconds", str(SAMPLE_SECONDS), *options], self._timeout)
         run, now = self._query.run, time.time()
-        path = run.directory / "verdict.json"
+        path = Path(newest(run.directory), "verdict.json")
         if verdict := read_object(path, []):
             verdict["written"] = path.stat().st_mtime
         elif run.launcher.state == EXITED:
@@ -465,7 +466,7 @@ def row_of_run(directory: Path) -> tuple[list[str], str]:
     run, known, is_guess = read(directory), metrics.newest(found, END_BYTES), found.endswith(metrics.FROM_OUTPUT)
     state, started, end, shown = run.launcher.state, datetime.fromisoformat(run.started), time.time(), ""
     job = run.job if state == REMOTE else ""
-    if verdict := read_object(path := directory / "verdict.json", []):
+    if verdict := read_object(path := Path(newest(directory), "verdict.json"), []):
         state, end, job = "ended", path.stat().st_mtime, ""
         outcome, code = printable(str(verdict.get("outcome"))), int(verdict.get("exit_code", 1))
         exception = str(verdict.get("exception") or "").rpartition(".")[2]

@@ -51,13 +51,17 @@ class TaskFiles(node_files.Files):
 
     def __init__(self, run: str, env: Mapping[str, str]) -> None:
         node = env["SLURMD_NODENAME"]
-        tasks = os.path.join(run, "ranks", node, "slurm")
+        tasks = os.path.join("ranks", node, "slurm")
         super().__init__(run, node, stem=os.path.join(tasks, f"task_{env['SLURM_PROCID']}"))
-        self.log = os.path.join(self.directory, f"node_{node}.log")
         self.request = ""  # requests arrive only through the control channel
-        self.output = os.path.join(tasks, "attempt_0", env["SLURM_LOCALID"])  # directory
+        self.output = os.path.join(run, tasks, "attempt_0", env["SLURM_LOCALID"])  # directory
         self._environment = {name: env[name] for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID")}
         self._environment["MUSTER_RUN_DIR"] = self.directory
+
+    def use(self, attempt: str) -> None:
+        super().use(attempt)
+        self.log = os.path.join(attempt, f"node_{self.name}.log")
+        self.samples = os.path.join(attempt, f"node_{self.name}.samples.jsonl")
 
     @property
     def environment(self) -> frozenset[bytes]:
@@ -85,7 +89,8 @@ class Task(supervisor.Supervisor):
         self._repeat_at = 0.0
         # An agent also ignores the signals of PASSED_ON. It restores their default actions in its ranks.
         self.IGNORED = signals.PROTECTED if is_rank else (*signals.PROTECTED, *signals.PASSED_ON)
-        make_directories(os.path.dirname(self.files.pids), PRIVATE_DIRECTORY)
+        self.files.begin(str(1 + int(env.get("TORCHELASTIC_RESTART_COUNT", "0"))))
+        make_directories(os.path.dirname(self.files.exit), PRIVATE_DIRECTORY)
         options = supervisor.SupervisorOptions(["--dir", run, "--name", self.files.name], grace)
         options.lease, options.sample_usage = HEARTBEAT_TIMEOUT, self.local_rank == 0
         options.restarts = not is_rank and env.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
@@ -114,10 +119,7 @@ class Task(supervisor.Supervisor):
         make_directories(self.files.output, PRIVATE_DIRECTORY)
         paths = [os.path.join(self.files.output, f"{name}.log") for name in ("stdout", "stderr")]
         stdout, stderr = (regular_file(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT) for path in paths)
-        for path in paths:
-            file = regular_file(path)
-            os.lseek(file, 0, os.SEEK_END)  # skip the output of an earlier attempt
-            self._output_files.append((file, RankLines()))
+        self._output_files += [(regular_file(path), RankLines()) for path in paths]
         return stdout, stderr
 
     def _copy_output(self) -> None:

@@ -14,6 +14,7 @@ from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
+from distributed.attempts import newest
 from distributed.files import read_json, write_file
 from distributed.metrics import EVENT_FILE, FROM_TENSORBOARD, RESERVED, finite_or_none
 from distributed.trust import not_too_deep, regular_file
@@ -42,12 +43,13 @@ def find(top: str, first: float, last: float, owner: int) -> Iterator[str]:
 def runs(logs: Path) -> Iterator[tuple[Path, str, float, float]]:
     """Run directory, working directory, and start and end in Unix seconds of each run."""
     for path in logs.glob("*/run.json"):
-        facts, verdict = read_json(path), path.parent / "verdict.json"
+        attempt = Path(newest(path.parent))
+        facts, verdict = read_json(path), attempt / "verdict.json"
         with suppress(KeyError, ValueError, OverflowError, OSError):
             started = int(datetime.fromisoformat(str(facts["started"])).timestamp())
-            written = [verdict] if verdict.exists() else path.parent.iterdir()
+            written = [verdict] if verdict.exists() else [*path.parent.iterdir(), *attempt.iterdir()]
             if not path.parent.is_symlink():
-                ended = max(file.stat().st_mtime for file in written)
+                ended = max(file.lstat().st_mtime for file in written)
                 yield path.parent.resolve(), str(facts["cwd"]), started, ended
 
 

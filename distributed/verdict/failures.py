@@ -10,7 +10,8 @@
     node_<name>.log                log of a node
     node_<name>.lost               the launcher lost the connection to a node, or got no heartbeats from it
 
-Any of these files may be missing, incomplete or damaged.
+They are in the directory of the newest attempt, see distributed/attempts.py. Any of them may be missing, incomplete or
+damaged.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from distributed.attempts import newest
 from distributed.exit_codes import STOPPED, UNFIT
 from distributed.host.replies import NODE_ENV
 from distributed.host.resources import write_error
@@ -112,17 +114,17 @@ Logs = Mapping[str, Path]  # by node; the lines of all logs of a large run would
 
 
 def gather(run: Path, clocks: Mapping[str, float] | None = None) -> Evidence:
-    """Read all records in a run directory. Merge records about the same rank.
+    """Read all records of the newest attempt of a run. Merge records about the same rank.
 
     clocks: node -> seconds that its clock is ahead of that of the launching side.
     """
     clocks = clocks or {}
     warnings: list[str] = []
-    facts = read_object(run / "run.json", warnings)
+    facts, attempt = read_object(run / "run.json", warnings), Path(newest(run))
     excluded = _nodes_not_in_attempt(facts)
     agents: list[Json] = []  # records of Muster's agents
     reports: list[Json] = []  # what agents of other nodes report about lost nodes
-    for path in sorted(run.glob("errors/node_*.json")):
+    for path in sorted(attempt.glob("errors/node_*.json")):
         if path.name[5:-5] in excluded:
             continue
         record = read_record(path, warnings)
@@ -132,30 +134,30 @@ def gather(run: Path, clocks: Mapping[str, float] | None = None) -> Evidence:
         (integer(rank), agent["node"]) for agent in agents for rank in listed(agent.get("succeeded"))[:MAX_FAILURES]
     )
     known = Evidence(
-        exits={node: code for node, code in _exit_codes(run, warnings).items() if node not in excluded},
+        exits={node: code for node, code in _exit_codes(attempt, warnings).items() if node not in excluded},
         ranks=_ranks_of_nodes(facts),
         succeeded={rank: node for rank, node in succeeded if rank is not None},
-        hang=read_object(run / "hang.json", warnings),
+        hang=read_object(attempt / "hang.json", warnings),
         launched=launched_package(facts),
-        signals=_sent_signals(run, warnings, clocks),
+        signals=_sent_signals(attempt, warnings, clocks),
         changes=node_changes(facts),
         first=firsts.pop() if len(firsts := {text(one["first"]) for one in agents if "first" in one}) == 1 else "",
         clocks=clocks.keys(),
         disk=write_error(run),
     )
-    logs = {path.name[5:-4]: path for path in sorted(run.glob("node_*.log")) if path.name[5:-4] not in excluded}
-    of_ranks = [read_record(path, warnings) for path in sorted(run.glob("errors/rank_*.json"))]
+    logs = {path.name[5:-4]: path for path in sorted(attempt.glob("node_*.log")) if path.name[5:-4] not in excluded}
+    of_ranks = [read_record(path, warnings) for path in sorted(attempt.glob("errors/rank_*.json"))]
     failures = _of_ranks(known, agents, [one for one in of_ranks if "reported_by" not in one], logs)
     recorded = {(one.node, one.rank) for one in failures}
     of_lost = {report["node"]: logs[report["node"]] for report in reports if report["node"] in logs}
     reported = _of_ranks(known, reports, [one for one in of_ranks if "reported_by" in one], of_lost)
     reported = [one for one in reported if one.node not in excluded and (one.node, one.rank) not in recorded]
-    connections = list(_lost_connections(run, warnings))
-    failures += _supervisor_records(run, facts, warnings, {failure.node for failure in connections})
+    connections = list(_lost_connections(attempt, warnings))
+    failures += _supervisor_records(attempt, facts, warnings, {failure.node for failure in connections})
     failures = [replace(one, time=_seconds({"time": one.time}, clocks.get(one.node, 0.0))) for one in failures]
     failures += connections
     failures += _failed_agents(known, logs, recorded={failure.node for failure in failures})
-    failures += _lost_nodes(run, known, failures, agents)
+    failures += _lost_nodes(attempt, known, failures, agents)
     failures = [failure for failure in failures if failure.node not in excluded]
     return replace(known, failures=tuple(failures), reported=tuple(reported), warnings=tuple(warnings))
 
@@ -216,9 +218,9 @@ def _ranks_of_nodes(facts: Json) -> dict[str, range]:
     return ranks
 
 
-def _exit_codes(run: Path, warnings: list[str]) -> dict[str, int]:
+def _exit_codes(attempt: Path, warnings: list[str]) -> dict[str, int]:
     codes = {}
-    for path in sorted(run.glob("node_*.exit")):
+    for path in sorted(attempt.glob("node_*.exit")):
         try:
             codes[path.name[5:-5]] = range(256)[int(read_text(path))]
         except (OSError, ValueError, IndexError) as error:
@@ -226,9 +228,9 @@ def _exit_codes(run: Path, warnings: list[str]) -> dict[str, int]:
     return codes
 
 
-def _sent_signals(run: Path, warnings: list[str], clocks: Mapping[str, float]) -> tuple[SentSignal, ...]:
+def _sent_signals(attempt: Path, warnings: list[str], clocks: Mapping[str, float]) -> tuple[SentSignal, ...]:
     sent = []
-    for path in sorted(run.glob("errors/signal_*.json")):
+    for path in sorted(attempt.glob("errors/signal_*.json")):
         node, _, name = path.stem[len("signal_") :].rpartition("_")
         record = read_record(path, warnings)
         sender = text(record.get("sender"))
@@ -291,15 +293,15 @@ def _exceptions_in_logs(logs: Logs, ends: Failures) -> Iterator[Failure]:
                 yield Failure(node, rank, **raised._asdict())
 
 
-def _lost_connections(run: Path, warnings: list[str]) -> Iterator[Failure]:
+def _lost_connections(attempt: Path, warnings: list[str]) -> Iterator[Failure]:
     """Read errors/connection_<name>.json, in which the launcher recorded how it lost the connection to a node."""
-    for path in sorted(run.glob("errors/connection_*.json")):
+    for path in sorted(attempt.glob("errors/connection_*.json")):
         record = read_record(path, warnings)
         if message := text(record.get("message")):
             yield Failure(path.name[11:-5], time=_seconds(record), message=message)
 
 
-def _supervisor_records(run: Path, facts: Json, warnings: list[str], disconnected: Set[str]) -> Iterator[Failure]:
+def _supervisor_records(attempt: Path, facts: Json, warnings: list[str], disconnected: Set[str]) -> Iterator[Failure]:
     """Read errors/supervisor_<name>.json of supervisors that were killed, lost their launcher or killed their agent.
 
     disconnected: nodes to which the launcher lost the connection. The launcher's record of the loss says more than the
@@ -307,7 +309,7 @@ def _supervisor_records(run: Path, facts: Json, warnings: list[str], disconnecte
     """
     entries = map(mapping, listed(facts.get("layout")))
     without_ssh = {text(entry.get("node")) for entry in entries if not entry.get("address")}
-    for path in sorted(run.glob("errors/supervisor_*.json")):
+    for path in sorted(attempt.glob("errors/supervisor_*.json")):
         record = read_record(path, warnings)
         node, time = path.name[11:-5], _seconds(record)
         if record.get("cause") == "killed":
@@ -338,7 +340,7 @@ def _failed_agents(known: Evidence, logs: Logs, recorded: set[str]) -> Iterator[
         yield Failure(node, exit_code=code, **(raised.get(None) or last)._asdict())
 
 
-def _lost_nodes(run: Path, known: Evidence, failures: Sequence[Failure], agents: Sequence[Json]) -> list[Failure]:
+def _lost_nodes(attempt: Path, known: Evidence, failures: Sequence[Failure], agents: Sequence[Json]) -> list[Failure]:
     """The nodes that the launcher recorded as lost or, if there are none, the node that most agents recorded as lost.
 
     If any node has an exit code, the result also has the nodes without a record.
@@ -346,7 +348,7 @@ def _lost_nodes(run: Path, known: Evidence, failures: Sequence[Failure], agents:
     started = known.exits and SRUN not in known.exits
     recorded = {*known.exits, *(failure.node for failure in failures)}
     nodes = {node for node in known.ranks if started and node not in recorded}
-    messages = {path.name[5:-5]: _first_line(path) for path in run.glob("node_*.lost")}
+    messages = {path.name[5:-5]: _first_line(path) for path in attempt.glob("node_*.lost")}
     if reported := messages.keys() & known.ranks.keys():
         nodes |= reported
     else:

@@ -35,6 +35,7 @@ from enum import IntEnum
 from functools import cache, partial
 from pathlib import Path
 
+from distributed.attempts import newest
 from distributed.exit_codes import STOPPED, TIMED_OUT, UNFIT
 from distributed.files import write_json
 from distributed.host.collectives import find_mismatch, read_newest
@@ -504,11 +505,11 @@ def _details(verdict: Verdict, run: Path) -> Iterator[str]:
         if verdict.node and re.search(pattern, searched):
             yield hint.format(node=verdict.node, stack="" if verdict.traceback else _NO_STACK)
     yield from _missing_file(verdict, text(read_object(run / "run.json", []).get("cwd")))
-    log = run / f"node_{verdict.node}.log"
+    attempt, log = Path(newest(run)), run / f"node_{verdict.node}.log"
     if verdict.traceback:
         yield from _last_frames(verdict, launched_package(read_object(run / "run.json", [])))
     elif verdict.rank is not None:  # its output may show why it ended
-        lines = read_log(log, str(verdict.node)).get(verdict.rank, [])
+        lines = read_log(attempt / log.name, str(verdict.node)).get(verdict.rank, [])
         if last := [line.text for line in lines if line.text.strip()][-SHOWN_LINES:]:
             yield "last lines of its output:"
             yield from (f"  {line}" for line in last)
@@ -519,7 +520,7 @@ def _details(verdict: Verdict, run: Path) -> Iterator[str]:
         more = f" ({len(verdict.collateral)} in all, see verdict.json)" if len(others) > len(shown) else ""
         texts = "; ".join(f"rank {one['rank']} on {one['node']}: {one['message']}" for one in shown)
         yield f"{'other ranks' if hung else 'followed'}: {texts}{more}"
-    if hung and (stacks := run / "hang.json").is_file():
+    if hung and (stacks := attempt / "hang.json").is_file():
         yield f"all stacks: {stacks}"
     if log.is_file():
         yield f"all output of {verdict.node}: {log}"
@@ -586,8 +587,9 @@ def conclude(
 
     launcher_code, signaled, stopped_at, signals: see judge(). resume: see render(). clocks: see gather().
     """
+    path = Path(newest(run), "verdict.json")
     if clocks is None or signals is None:  # called again, without the launcher that knows them
-        recorded = read_object(run / "verdict.json", [])
+        recorded = read_object(path, [])
         clocks, signals = (
             {node: number(one) for node, one in mapping(recorded.get(key)).items()} for key in ("clocks", "signals")
         )
@@ -596,9 +598,9 @@ def conclude(
     verdict = replace(verdict, changes=evidence.changes, clocks=clocks, signals=signals)
     warnings = list(evidence.warnings)
     try:
-        write_json(run / "verdict.json", asdict(verdict))
+        write_json(path, asdict(verdict))
     except OSError as error:
-        warnings.insert(0, f"cannot write {run}/verdict.json: {error.strerror}")
+        warnings.insert(0, f"cannot write {path}: {error.strerror}")
     text = "".join(f"verdict: warning: {warning}\n" for warning in warnings)
     return verdict.exit_code, text + render(verdict, run, resume)
 

@@ -17,6 +17,7 @@ from typing import IO, Any
 
 import pytest
 
+from distributed import attempts
 from distributed.agent.attempt import AttemptPipes
 from distributed.files import read_json
 from distributed.host import process_scan
@@ -55,7 +56,10 @@ class Supervised:
 
     def __init__(self, directory: Path, *options: str, command: str = AGENT) -> None:
         self.directory, self.files = directory, Files(str(directory / "run"), "n1")
-        call = [*SUPERVISOR, "run", "--dir", self.files.directory, "--name", "n1", "--report", "--restarts", *options]
+        self.attempt = len(attempts.numbers(self.files.directory)) + 1
+        self.files.use(attempts.path_of(self.files.directory, str(self.attempt)))
+        call = [*SUPERVISOR, "run", "--dir", self.files.directory, "--name", "n1", "--attempt", str(self.attempt)]
+        call += ["--report", "--restarts", *options]
         self.process: subprocess.Popen[bytes] = subprocess.Popen(
             [*call, "--", "bash", "-O", "extglob", "-c", command],
             cwd=directory, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0,
@@ -119,7 +123,7 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Supervised]]:
 
     def start_one(*options: str, command: str = AGENT) -> Supervised:
         started.append(Supervised(tmp_path, *options, command=command))
-        wait_until(lambda: "attempt 1" in started[0].log)
+        wait_until(lambda: "attempt 1" in started[-1].log)
         return started[-1]
 
     yield start_one
@@ -131,18 +135,9 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Supervised]]:
         run.process.stdout.close()
 
 
-def archive(run: Supervised) -> Path:
-    """Move the files of the attempt, as the launcher does."""
-    target = run.directory / "run" / "attempt_1"
-    target.mkdir()
-    for name in ("errors", *(path.name for path in (run.directory / "run").glob("node_*"))):
-        (run.directory / "run" / name).rename(target / name)
-    return target
-
-
-def start_next_attempt(run: Supervised) -> None:
-    archive(run)
-    run.request("attempt {}")
+def start_next_attempt(run: Supervised, **facts: str) -> None:
+    run.request(f"attempt {json.dumps({'attempt': '2'} | facts)}")
+    run.files.use(attempts.path_of(run.files.directory, "2"))
     wait_until(lambda: "attempt 2" in run.log)
 
 
@@ -152,12 +147,12 @@ def test_the_command_runs_the_next_attempt_with_new_files(start: Callable[..., S
     run.end_attempt("3 node9")
     assert run.report() == {"node": "n1", "exit_code": 3, "waiting": True, "lost": "node9"}
     assert node_files.read_code(run.files.exit) == 3
-    earlier = archive(run)
-    run.request('attempt {"a": 1}')
-    wait_until(lambda: "attempt 2" in run.log)
-    assert (run.log.splitlines()[0], run.pid("command")) == ('got {"a": 1}', agent)
-    assert (earlier / "node_n1.log").read_text().endswith("ends with 3 node9\n")
+    earlier = Path(run.files.log)
+    start_next_attempt(run, a="1")
+    assert (run.log.splitlines()[0], run.pid("command")) == ('got {"attempt": "2", "a": "1"}', agent)
+    assert earlier.read_text().endswith("ends with 3 node9\n")
     assert not os.path.exists(run.files.exit)
+    assert os.path.samefile(run.directory / "run/errors", os.path.dirname(run.files.record))
     run.end_attempt("4")
     assert run.report() == {"node": "n1", "exit_code": 4, "waiting": True}
     run.request("end")
@@ -252,8 +247,7 @@ def test_a_signal_does_not_end_a_command_that_waits_for_the_next_attempt(start: 
     run.end_attempt("3")
     run.report()
     run.request(f"signal {signal.SIGUSR1.value}")
-    run.request("attempt {}")
-    wait_until(lambda: "attempt 2" in run.log)
+    start_next_attempt(run)
 
 
 def test_processes_of_the_second_attempt_end_when_the_command_is_killed(start: Callable[..., Supervised]) -> None:
@@ -287,7 +281,6 @@ def test_the_processes_of_an_attempt_whose_connection_was_lost_end_before_the_ne
     old.end_attempt("3")
     assert old.report()["waiting"]
     command = old.pid("command")
-    archive(old)
     os.kill(old.process.pid, signal.SIGSTOP)  # the old supervisor cannot notice that its connection is lost
     run = start()
     assert run.pid("command") != command
@@ -299,16 +292,32 @@ def test_the_processes_of_an_attempt_whose_connection_was_lost_end_before_the_ne
     assert run.report() == {"node": "n1", "exit_code": 4, "waiting": True}
 
 
-def test_the_end_of_an_attempt_is_not_recorded_after_the_launcher_has_moved_the_files_of_the_attempt(
-    start: Callable[..., Supervised],
-) -> None:
-    """If a node is cut off, the launcher moves the files of the attempt. The node may share the run directory."""
+def test_a_node_that_is_cut_off_writes_no_file_of_the_next_attempt(start: Callable[..., Supervised]) -> None:
+    """The node may share the run directory with nodes that run the next attempt."""
     run = start()
-    archive(run)
+    following = Path(attempts.make(run.files.directory, "2"))
     run.control.close()
     run.process.wait(TIMEOUT)
-    assert "control channel closed" in (run.directory / "run/attempt_1/node_n1.log").read_text()
-    assert not list((run.directory / "run").glob("node_*.exit")) + list((run.directory / "run").glob("errors/*"))
+    assert "control channel closed" in run.log and os.path.exists(run.files.exit)
+    assert not [path for path in following.rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize("killed", ["supervisor", "guard"])
+def test_the_end_of_a_killed_supervisor_is_recorded_in_its_attempt(
+    start: Callable[..., Supervised], killed: str
+) -> None:
+    run = start()
+    run.end_attempt("3")
+    run.report()
+    first = Path(run.files.exit)
+    start_next_attempt(run)
+    if killed == "guard":  # the next guard must know the attempt, too
+        guard = run.pid("guard")
+        os.kill(guard, signal.SIGKILL)
+        wait_until(lambda: run.pid("guard") != guard)
+    os.kill(run.process.pid, signal.SIGKILL)
+    wait_until(lambda: node_files.read_code(run.files.exit) == 137)
+    assert node_files.read_code(str(first)) == 3
 
 
 def test_after_a_stop_request_the_command_exits(start: Callable[..., Supervised]) -> None:
@@ -323,8 +332,9 @@ def test_requests_through_the_file_act_as_those_on_the_control_channel(start: Ca
 
     run.call("fail")
     assert run.report()["exit_code"] == 143
-    run.call("attempt", json.dumps({"a": "b c"}))
-    wait_until(lambda: 'got {"a": "b c"}' in run.log)
+    run.call("attempt", json.dumps({"attempt": "2", "a": "b c"}))
+    run.files.use(attempts.path_of(run.files.directory, "2"))
+    wait_until(lambda: '"a": "b c"}' in run.log)
     assert not os.path.exists(run.files.request)
     run.call("end")
     run.end_attempt("6")
@@ -335,8 +345,7 @@ def test_the_command_of_a_spare_node_waits_without_an_exit_code(start: Callable[
     run = start(command=AGENT.replace("until [ -e code ]", "[ $n -gt 1 ] || echo >code; until [ -e code ]"))
     assert run.report() == {"node": "n1", "exit_code": 0, "waiting": True}
     assert not os.path.exists(run.files.exit)
-    run.request("attempt {}")
-    wait_until(lambda: "attempt 2" in run.log)
+    start_next_attempt(run)
     run.end_attempt("3")
     assert run.report() == {"node": "n1", "exit_code": 3, "waiting": True}
 

@@ -55,9 +55,9 @@ def test_a_hang_ends_the_run_with_124_unless_it_is_ending_or_the_attempt_has_end
     watch.stopping.status = 0
     watch.attempts += 1
     check.handle(hung, "")
-    assert (watch.stopping.status, (watch.directory / "hang.json").exists()) == (0, False)
+    assert (watch.stopping.status, (watch.attempt_directory / "hang.json").exists()) == (0, False)
     HangCheck(watch, None, time.monotonic()).handle(hung, "")  # type: ignore[arg-type]
-    assert (watch.stopping.status, read_json(watch.directory / "hang.json")) == (TIMED_OUT, {"cause": "hung"})
+    assert (watch.stopping.status, read_json(watch.attempt_directory / "hang.json")) == (TIMED_OUT, {"cause": "hung"})
 
 
 @pytest.mark.parametrize(

@@ -310,10 +310,14 @@ class LyingCommands(LocalCommands):
 
 
 def archive(path: Path, *members: tuple[str, bytes | str]) -> str:
-    """Write a tar archive; text is the target of a link. Returns the command that prints it."""
+    """Write a tar archive; text is the target of a link. Returns the command that prints it.
+
+    Files of an attempt are those of the first attempt.
+    """
     with tarfile.open(path, "w", format=tarfile.GNU_FORMAT) as made:
         for name, content in members:
-            info = tarfile.TarInfo(name)
+            of_attempt = name.startswith(("errors/", "ranks/", "node_"))
+            info = tarfile.TarInfo(f"attempts/1/{name}" if of_attempt else name)
             info.mode, info.mtime = 0o6777, 2**33
             if isinstance(content, str):
                 info.type, info.linkname = tarfile.SYMTYPE, content
@@ -331,7 +335,7 @@ def collect(directory: Path, new_watch: NewWatch) -> Callable[..., Watch]:
     def collect(lost: Sequence[str] = (), **programs: str) -> Watch:
         watch = new_watch(directory, Local(LyingCommands(programs)))
         for name in lost:
-            (directory / f"node_{name}.lost").touch()
+            (watch.attempt_directory / f"node_{name}.lost").touch()
         NodeLogs(watch, sync=False).collect()
         return watch
 
@@ -339,8 +343,10 @@ def collect(directory: Path, new_watch: NewWatch) -> Callable[..., Watch]:
 
 
 def content(directory: Path) -> dict[str, str]:
-    files = (path for path in directory.rglob("*") if path.is_file() and not path.is_symlink())
-    return {str(path.relative_to(directory)): path.read_text() for path in files}
+    """The files in a directory; those of the first attempt without the name of its directory."""
+    files = {path.relative_to(directory): path for path in directory.rglob("*") if not path.is_symlink()}
+    (directory / "attempts/1/run.json").unlink(missing_ok=True)
+    return {str(name).removeprefix("attempts/1/"): path.read_text() for name, path in files.items() if path.is_file()}
 
 
 def test_a_node_that_sends_its_archive_but_does_not_end_the_call_does_not_delay_the_end(
@@ -368,7 +374,15 @@ def test_a_node_sends_its_own_files_and_no_others(
 ) -> None:
     (outside := tmp_path / "outside").mkdir()
     before = content(directory)["run.json"]
-    launchers = ["run.json", "launcher.log", "verdict.json", "report.html", "hang.json", "attempt_1/node_n2.log"]
+    launchers = [
+        "run.json",
+        "launcher.log",
+        "verdict.json",
+        "report.html",
+        "hang.json",
+        "attempts/2/node_n2.log",
+        "newest",
+    ]
     others = [
         "node_n1.log",
         "node_n1.exit",
@@ -401,7 +415,8 @@ def test_a_node_sends_its_own_files_and_no_others(
         "node_n1.exit": "1\n", "errors/rank_0.json": "{}", "metrics.jsonl": "1", "link/through": "x",
     }  # fmt: skip
     assert not [*outside.iterdir()] and not (directory / "link").is_symlink()
-    modes = {oct(path.lstat().st_mode & 0o7777) for path in directory.rglob("*") if path.is_file()}
+    files = [path for path in directory.rglob("*") if path.is_file() and not path.is_symlink()]
+    modes = {oct(path.stat().st_mode & 0o7777) for path in files}
     assert modes == {"0o600"}
     assert not [*directory.glob(".from_*")]
     errors = capfd.readouterr().err
@@ -677,8 +692,9 @@ def test_a_node_sends_no_files_of_muster_if_the_working_directory_is_that_of_mus
         ("ranks/n2b/a", False), ("node_n2.log", True), ("node_n2.log/", False), ("node_n2.b.log", False),
         ("node_n2.lost", False), ("metrics.jsonl", True), ("metrics.jsonl/", False), ("metrics.jsonl/x", False),
         ("settings.json", True), ("run.json", False), ("run.json/", False), (".from_n1-x/", False),
-        ("attempt_2/", False), ("my results/plot.png", True), ("a/run.json", False), ("my results/", True),
-        ("checkpoints/", False), ("checkpoints/a", False), ("smoke.json", False), ("smoke.json/", False),
+        ("attempts/2/", False), ("newest", False), ("my results/plot.png", True), ("a/run.json", False),
+        ("my results/", True), ("checkpoints/", False), ("checkpoints/a", False), ("smoke.json", False),
+        ("smoke.json/", False),
     ],
 )  # fmt: skip
 def test_a_node_may_send_these_files(name: str, expected: bool) -> None:

@@ -83,7 +83,7 @@ def test_the_number_of_samples_in_a_file_is_limited(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(usage_sampler, "take_sample", lambda run, node, gpus: {"time": clock[0], "ranks": {"0": {}}})
     with pytest.raises(TimeoutError):
-        usage_sampler.record(str(tmp_path), "n1")
+        usage_sampler.record(str(tmp_path), "n1", str(tmp_path / "node_n1.samples.jsonl"))
     times = [json.loads(line)["time"] for line in (tmp_path / "node_n1.samples.jsonl").read_text().splitlines()]
     assert max(counts) == 9 and len(times) >= 4
     assert times[0] < 20 and times[-1] > 80 and times == sorted(times)

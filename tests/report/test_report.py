@@ -566,15 +566,17 @@ def sample(time: float, *ranks: tuple[float, int, int], gpus: Json | None = None
 
 def attempt(directory: Path, *samples: Json, node: str = "node2", tail: str = "", processes: int | None = None) -> Path:
     """Write a run directory with the samples of this node. tail: text after the samples."""
-    directory.mkdir(exist_ok=True)
+    directory.mkdir(parents=True, exist_ok=True)
     (directory / f"node_{node}.samples.jsonl").write_text("".join(json.dumps(one) + "\n" for one in samples) + tail)
     layout = [{"node": "node1", "first_rank": 0}, {"node": "node2", "first_rank": 2, "processes": processes}]
     return write_run(directory, run=run_json(layout=layout))
 
 
-def test_resource_usage_is_drawn_for_all_attempts(tmp_path: Path) -> None:
-    attempt(tmp_path / "attempt_1", sample(0, (1, 8, 0)), sample(2, (4, 9, 100)), sample(4, (5, 9, 100)))
-    attempt(tmp_path, sample(9, (0, 7, 0), (0, 1, 0)), sample(10, (2, 7, 50), (0, 1, 0)), tail='{"time": 1')
+@pytest.mark.parametrize("names", [("attempts/1", "attempts/2"), ("attempt_1", "")], ids=["now", "version 0.1.0"])
+def test_resource_usage_is_drawn_for_all_attempts(tmp_path: Path, names: tuple[str, str]) -> None:
+    first, second = (tmp_path / name for name in names)
+    attempt(first, sample(0, (1, 8, 0)), sample(2, (4, 9, 100)), sample(4, (5, 9, 100)))
+    attempt(second, sample(9, (0, 7, 0), (0, 1, 0)), sample(10, (2, 7, 50), (0, 1, 0)), tail='{"time": 1')
     usage = report.read(tmp_path).usage
     assert (usage.attempts, usage.last) == ({1: 1.7e9, 2: 1.7e9 + 9}, 1.7e9 + 10)
     assert [*usage.of("cpu")] == ["rank 2", "rank 3"]

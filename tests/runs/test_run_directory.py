@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 
+from distributed import attempts
 from distributed.files import version
 from distributed.host.identity import versions
 from distributed.runs import run_directory
@@ -57,7 +58,11 @@ def test_the_directory_has_the_exact_command(tmp_path: Path) -> None:
     directory = create(tmp_path / "my logs", command=ODD_ARGUMENTS)
     assert directory.is_absolute() and directory.parent == tmp_path / "my logs"
     assert re.fullmatch(r"train-\d{8}-\d{6}-[0-9a-f]{4}", directory.name)
-    assert sorted(os.listdir(directory)) == ["errors", "ranks", "run.json"]
+    links = {path.name: os.readlink(path) for path in directory.iterdir() if path.is_symlink()}
+    names = ("errors", "ranks", "verdict.json", "node_n1.log", "node_n1.exit")
+    assert links == {"newest": "attempts/1", **{name: f"newest/{name}" for name in names}}
+    assert sorted({*os.listdir(directory)} - links.keys()) == ["attempts", "run.json"]
+    assert sorted(os.listdir(directory / "attempts/1")) == ["errors", "ranks", "run.json"]
     assert run_json(directory)["command"] == ODD_ARGUMENTS
 
 
@@ -320,3 +325,76 @@ def test_git_variables_of_a_hook_are_ignored(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setenv("GIT_DIR", str(tmp_path / "hooked" / ".git"))
     found = run_json(create(tmp_path, cwd=str(tmp_path / "work")))["git"]
     assert found == {"commit": git(tmp_path / "work", "rev-parse", "HEAD"), "dirty": False}
+
+
+# ---------------------------------------------------------------- attempts
+
+
+def test_the_links_lead_to_the_newest_attempt_whichever_node_is_late(tmp_path: Path) -> None:
+    made = create(tmp_path)
+    (made / "errors/first").touch()
+    assert run_directory.begin_attempt(str(made)) == str(made / "attempts/2") == attempts.newest(made)
+    assert attempts.make(made, "1") == str(made / "attempts/1"), "as a late supervisor of the first attempt does"
+    (made / "errors/second").touch()
+    assert [os.listdir(made / f"attempts/{number}/errors") for number in (1, 2)] == [["first"], ["second"]]
+    assert run_json(made / "attempts/2") == run_json(made)
+
+
+def test_attempts_are_ordered_by_number_and_other_names_do_not_count(tmp_path: Path) -> None:
+    for name in ("2", "10", "x", "1.5", "\u0663", "9" * 30):
+        (tmp_path / "attempts" / name).mkdir(parents=True)
+    assert attempts.numbers(tmp_path) == [2, 10]
+    assert attempts.newest(tmp_path) == str(tmp_path / "attempts/10")
+    assert attempts.newest(tmp_path / "x") == str(tmp_path / "x"), "the directory of a job has no attempts/"
+
+
+# ---------------------------------------------------------------- runs of earlier versions
+
+
+@pytest.fixture
+def earlier(tmp_path: Path) -> Path:
+    """A failed run as version 0.1.0 made it: the first attempt in attempt_1/, the newest in the run directory."""
+    made = create(tmp_path / "logs", nodes=[RunNode("n1", "", 1, 0)])
+    for path in made.iterdir():
+        if path.is_symlink():
+            path.unlink()
+    attempt = (made / "attempts/1").rename(made / "attempt_1")
+    (made / "attempts").rmdir()
+    for directory, code in ((attempt, 4), (made, 3)):
+        record = {"rank": 0, "node": "n1", "pid": 1, "time": 1.0, "exit_code": code, "exception": "ValueError"}
+        for name in ("errors", "ranks"):
+            (directory / name).mkdir(exist_ok=True)
+        (directory / "errors/rank_0.json").write_text(json.dumps(record | {"message": f"code {code}"}))
+        (directory / "node_n1.exit").write_text(f"{code}\n")
+        (directory / "node_n1.log").write_text(f"[n1:0] last line of {code}\n")
+        sample = {"time": 1.7e9 - code, "ranks": {"0": {"cpu": 1, "memory": 1, "output": 1}}}
+        (directory / "node_n1.samples.jsonl").write_text(f"{json.dumps(sample)}\n")
+    facts = run_json(made)
+    facts["launcher"]["pid"], facts["launcher"]["since"], facts["lease"] = 1, 1, 0
+    (made / "run.json").write_text(json.dumps(facts))
+    return made
+
+
+def test_status_verdict_report_and_stop_read_a_run_of_version_0_1_0(earlier: Path) -> None:
+    def output_of(*call: str) -> str:
+        done = subprocess.run(call, cwd=earlier.parents[1], capture_output=True, text=True, timeout=60)
+        assert "Traceback" not in done.stderr
+        return done.stdout + done.stderr
+
+    assert "ValueError: code 3" in output_of(str(KIT / "scripts/status.sh"), earlier.name)
+    verdict = [sys.executable, str(KIT / "scripts/lib/module.py"), "verdict.verdict", str(earlier)]
+    assert "verdict: failed: rank 0 on n1 raised ValueError: code 3" in output_of(*verdict)
+    assert "failed: ValueError" in output_of(str(KIT / "scripts/status.sh"), "--all")
+    output_of(str(KIT / "scripts/report.sh"), earlier.name)
+    page = (earlier / "report.html").read_text()
+    assert "code 3" in page and "attempt 2" in page
+    assert "no process of this run remains" in output_of(str(KIT / "scripts/stop.sh"), earlier.name)
+
+
+def test_a_run_of_version_0_1_0_is_not_continued(earlier: Path) -> None:
+    with pytest.raises(OSError, match="a run of an older version of Muster, which cannot be continued"):
+        create(earlier.parent, existing=str(earlier))
+    attach = [str(KIT / "scripts/ssh/launch_singlenode.sh"), "--attach", str(earlier), "--script", "x.py", "-", "1"]
+    (earlier.parents[1] / "x.py").touch()
+    done = subprocess.run(attach, cwd=earlier.parents[1], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "a launcher of an older version of Muster has started it" in done.stderr

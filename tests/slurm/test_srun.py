@@ -112,7 +112,7 @@ def test_an_srun_that_exits_with_0_before_its_tasks_is_a_failure(run: Path, run_
 def test_the_node_of_a_task_that_has_not_reported_its_end_is_lost(run: Path, run_step: RunStep) -> None:
     report = (REPORT + b'{"node": "n1", "tasks": 1}\n').decode()
     assert run_step("printf", "%s", report) == UNFIT
-    assert (run / "node_n1.lost").read_text() == "srun exited before its tasks\n"
+    assert (run / "newest/node_n1.lost").read_text() == "srun exited before its tasks\n"
 
 
 def test_a_task_that_exited_with_0_during_a_collective_is_the_cause_in_the_verdict(
@@ -160,7 +160,7 @@ def test_a_step_ends_when_srun_exits_and_not_when_its_output_ends(
 def test_a_node_failure_message_may_arrive_in_parts(run: Path, run_step: RunStep) -> None:
     script = "printf 'srun: error: Node fail' >&2; sleep 0.2; echo 'ure on n1' >&2"
     assert run_step("sh", "-c", script) == UNFIT
-    assert (run / "node_n1.lost").read_text() == "node failure reported by SLURM\n"
+    assert (run / "newest/node_n1.lost").read_text() == "node failure reported by SLURM\n"
 
 
 @pytest.mark.parametrize(
@@ -170,7 +170,7 @@ def test_another_line_about_a_node_failure_means_nothing(
     run: Path, run_step: RunStep, capfd: pytest.CaptureFixture[str], line: str
 ) -> None:
     assert run_step("sh", "-c", 'echo "$1" >&2; sleep 0.2; printf %s "$2"', "sh", line, END) == 0
-    assert not (run / "node_n1.lost").exists()
+    assert not (run / "newest/node_n1.lost").exists()
     assert "Traceback" not in capfd.readouterr().err
 
 
@@ -283,7 +283,7 @@ def test_the_console_shows_rank_0_and_the_log_has_all_ranks(run: Path, start: St
         assert task.output == (b"[n2:0] rank 0\n[n2:0] last\n" if rank == 0 else b"")
         assert task.process.poll() is None  # otherwise srun would kill the other tasks
         assert task.close() == 5
-    assert (run / "node_n2.log").read_text() == "".join(f"[n2:{n}] rank {n}\n[n2:{n}] last\n" for n in (0, 3))
+    assert (run / "newest/node_n2.log").read_text() == "".join(f"[n2:{n}] rank {n}\n[n2:{n}] last\n" for n in (0, 3))
     assert (run / "ranks/n2/slurm/attempt_0/1/stdout.log").read_text() == "rank 3\nlast"
 
 
@@ -291,7 +291,7 @@ def test_a_long_line_of_a_rank_is_cut_in_a_task(run: Path, start: Start) -> None
     task = start("for _ in range(20): sys.stdout.write('x' * (1 << 20))\nprint('\\nlast')\n", rank=0)
     task.end()
     assert task.output.endswith(b"x [%d bytes of this line are left out]\n[n2:0] last\n" % (19 << 20))
-    assert (run / "node_n2.log").read_bytes() == task.output
+    assert (run / "newest/node_n2.log").read_bytes() == task.output
     assert task.close() == 0
 
 
@@ -320,7 +320,7 @@ def test_lines_of_standard_error_are_marked_and_updates_of_a_progress_bar_are_se
     errors = [line[1:] for line in task.output.split(b"\n") if line.startswith(ERROR)]
     assert errors == [b"[n2:0] warning", b"[n2:0] step 1\r", b"[n2:0] step 2\r", b"[n2:0] step 2"]
     assert [line for line in task.output.split(b"\n")[:-1] if not line.startswith(ERROR)] == [b"[n2:0] result"]
-    assert (run / "node_n2.log").read_text() == "[n2:0] result\n[n2:0] warning\n[n2:0] step 2\n"
+    assert (run / "newest/node_n2.log").read_text() == "[n2:0] result\n[n2:0] warning\n[n2:0] step 2\n"
 
 
 def test_the_launcher_shows_marked_lines_on_standard_error(
@@ -341,7 +341,7 @@ def test_the_console_shows_rank_0_of_an_agent_and_the_log_has_all_ranks(run: Pat
     end = task.end()
     assert (end["rank"], end["exit_code"], task.close()) == (None, 0, 0)
     assert task.output == b"[n2:0] a\nagent\n[n2:0] 10%\r\n[n2:0] 20%\n1\n"
-    assert (run / "node_n2.log").read_bytes() == b"[n2:0] a\n[n2:1] b\nagent\n[n2:0] 20%\n1\n"
+    assert (run / "newest/node_n2.log").read_bytes() == b"[n2:0] a\n[n2:1] b\nagent\n[n2:0] 20%\n1\n"
     assert not list(run.glob("ranks/n2/slurm/attempt_*")), "the agent chooses the directory of its ranks' output"
 
 

@@ -70,8 +70,8 @@ FILES_FROM = ("--recursive", "--from0", "--files-from=-")  # the standard input 
 # The files that jobs.host.service and its supervisors need on a server. The list leaves out distributed/runs/, because
 # usage_sampler.py imports it only to take samples, and supervisors of jobs take none.
 KIT_FILES = (
-    "distributed/__init__.py", "distributed/exit_codes.py", "distributed/files.py", "distributed/metrics.py",
-    "distributed/trust.py",
+    "distributed/__init__.py", "distributed/attempts.py", "distributed/exit_codes.py", "distributed/files.py",
+    "distributed/metrics.py", "distributed/trust.py",
     "distributed/host/__init__.py", "distributed/host/clock.py", "distributed/host/collectives.py",
     "distributed/host/gpus.py", "distributed/host/process_scan.py", "distributed/host/signals.py",
     "distributed/host/system.py",
