@@ -23,7 +23,7 @@ from distributed.launch.node_files import SupervisorError
 from distributed.launch.node_reports import format_report
 from distributed.launch.output_lines import OUTPUT, Console, Lines
 from distributed.launch.shown_ranks import ShownRanks
-from distributed.launch.supervisor import SupervisorOptions
+from distributed.launch.supervisor_options import SupervisorOptions
 from distributed.trust import regular_file
 
 TYPE_CHECKING = False

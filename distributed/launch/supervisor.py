@@ -65,7 +65,8 @@ from distributed.files import KIT, write_file, write_json
 from distributed.host import collectives, process_scan, signals
 from distributed.host.clock import RunningClock
 from distributed.launch import usage_sampler
-from distributed.launch.console_stream import BACKLOG, CHUNK, ConsoleStream
+from distributed.launch.command_output import CommandOutput
+from distributed.launch.console_stream import CHUNK
 from distributed.launch.node_environment import BLOCK, Environment, environment, read_environment
 from distributed.launch.node_files import (
     Files,
@@ -92,15 +93,13 @@ from distributed.launch.node_processes import (
 )
 from distributed.launch.node_reports import ATTEMPT_PIPES, HEARTBEAT_INTERVAL, REPORT_TOKEN, format_report
 from distributed.launch.node_requests import START_TIMEOUT, request, signal_supervisor, status, sweep
+from distributed.launch.supervisor_options import SupervisorOptions
 from distributed.trust import PRIVATE_DIRECTORY, make_directories, parse_json, read_bytes, regular_file
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from distributed.launch.output_lines import Console, Lines
-    from distributed.launch.output_metrics import OutputMetrics
-    from distributed.launch.shown_ranks import ShownRanks
 
 POLL_INTERVAL = 0.5  # seconds between checks of the request file
 SCAN_INTERVAL = 0.1  # maximum seconds between scans for leftover processes; the exit of a child starts a scan at once
@@ -108,7 +107,6 @@ FAIL_GRACE = 3.0  # seconds for ranks to exit when another node has failed
 AGENT_GRACE = 8.0  # seconds for an agent, whose ranks were killed, to end its attempt
 LEFTOVER_GRACE = 1.0  # seconds between SIGTERM and SIGKILL for leftover processes
 WRAPPER = os.path.join(KIT, "scripts", "lib", "in_node_env.sh")
-PROGRESS = b"MUSTER_PROGRESS"  # variable with the value of --progress
 
 
 # ---------------------------------------------------------------- the supervisor
@@ -119,9 +117,12 @@ class Supervisor:
 
     IGNORED: Sequence[int] = ()  # signals that the command ignores until it sets a handler
 
-    def __init__(self, files: Files, options: SupervisorOptions, received: bytes = b"") -> None:
+    def __init__(
+        self, files: Files, options: SupervisorOptions, received: bytes = b"", output: CommandOutput | None = None
+    ) -> None:
         """received: bytes of the control channel that were read after the environment block."""
         self.files, self.options = files, options
+        self.output = output or CommandOutput(files, options)
         self._attached = options.lease > 0  # the control channel is open
         self.code: int | None = None  # exit code of the command, or of its last attempt
         self._waits = False  # the command has ended an attempt, and waits for the next one
@@ -139,23 +140,11 @@ class Supervisor:
         self._received = received
         self._kill_at = self._stop_at = float("inf")
         self._no_process_left = False
-        self._outputs: dict[int, int] = {}  # pipes that the command writes to -> 1 (standard output) or 2 (error)
-        self._lines: dict[int, Lines] = {}  # by stream, 1 or 2
-        self._output_ended = False
-        self._log_failed = False
-        self._unlogged = b""  # the last lines of the command that could not be logged
         self._leftovers_signalled = False
         self.clock = RunningClock()
         self._received_at = self.clock.now()
         self._poll_at = self._heartbeat_at = self._scan_at = 0.0
         self._interval = POLL_INTERVAL  # maximum seconds between checks of the clock
-        self._console: Console | None = None
-        self._shown: ShownRanks | None = None  # of the attempt
-        self._terminal = False  # a rank prints for a terminal
-        self._metrics, self._progress = "", ""  # path of metrics.jsonl, and the value of --progress
-        self._output_metrics: OutputMetrics | None = None  # of the attempt
-        self._streams = [ConsoleStream(1), ConsoleStream(2)] if options.lease else []
-        self._log = regular_file(files.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         self._signals = self._catch_signals()
         self._adopts = process_scan.adopt_orphans()
         self._guard = Guard(files)
@@ -167,12 +156,10 @@ class Supervisor:
         if source:
             command = [WRAPPER, "--exec", source, *command]
         self._source, self._block = source, _memory_file(block + b"\0") if source else os.open(os.devnull, os.O_RDONLY)
-        outputs, pipes, parent = self.open_outputs(), self._open_attempt_pipes(env), os.getpid()
+        outputs, pipes, parent = self.output.open(env), self._open_attempt_pipes(env), os.getpid()
         if token := env.pop(REPORT_TOKEN.encode(), b""):
             self._token = {"token": token.decode()}
         self._stop_at = self.clock.now() + self.options.timeout
-        self._metrics, self._progress = (os.fsdecode(env.get(name, b"")) for name in (b"MUSTER_METRICS", PROGRESS))
-        self._terminal = b"MUSTER_TERMINAL" in env
         self._started = time.time()
         self.pid = fork()
         if self.pid == 0:
@@ -222,20 +209,6 @@ class Supervisor:
                 os._exit(0)
         return pid
 
-    def open_outputs(self) -> tuple[int, int]:
-        """Open standard output and standard error of the command. Without a console, one pipe preserves their order."""
-        output = self._open_pipe(1)
-        return output, self._open_pipe(2) if self._streams else output
-
-    def _open_pipe(self, stream: int) -> int:
-        source, output = os.pipe()
-        self._outputs[source] = stream
-        with contextlib.suppress(OSError):
-            import fcntl
-
-            fcntl.fcntl(output, fcntl.F_SETPIPE_SZ, BLOCK)
-        return output
-
     def _catch_signals(self) -> int:
         """Returns a file descriptor from which signal numbers can be read."""
         source, _ = signals.catch({*HANDLED_SIGNALS, signal.SIGCHLD})
@@ -250,14 +223,14 @@ class Supervisor:
         try:
             write_json(self.files.pids, {"boot_id": boot_id(), **facts})
         except OSError as error:
-            self._print_message(f"cannot write {self.files.pids}: {error.strerror}")
+            self.output.print_message(f"cannot write {self.files.pids}: {error.strerror}")
 
     # ---- watch
 
     def watch(self) -> int:
         """Watch until the command and all leftover processes have exited. Returns the exit code of the command."""
         self._handle_requests()
-        while not (self._no_process_left and self._output_ended):
+        while not (self._no_process_left and self.output.ended):
             self._wait()
             self._check_clock()
             if self._waits and self._no_process_left and not self._attempt_ended:
@@ -271,7 +244,7 @@ class Supervisor:
 
     def must_wait(self) -> bool:
         """Whether watch() has to continue although no process remains."""
-        return any(stream.pending for stream in self._streams)
+        return any(stream.pending for stream in self.output.streams)
 
     def _wait(self) -> None:
         """Wait for the next event or deadline and handle it."""
@@ -280,12 +253,11 @@ class Supervisor:
             actions[0] = self._read_control
         if self._from_command >= 0:
             actions[self._from_command] = self._read_command
-        readable = [pipe for pipe, stream in self._outputs.items() if self._can_read(stream)]
-        actions |= {pipe: partial(self._read_output, pipe) for pipe in readable}
+        actions |= {pipe: partial(self.output.read, pipe) for pipe in self.output.readable(self._console_may_block)}
         poll = select.poll()
         for file in actions:
             poll.register(file, select.POLLIN)
-        for stream in self._streams:
+        for stream in self.output.streams:
             if stream.pending:
                 actions[stream.number] = stream.flush
                 poll.register(stream.number, select.POLLOUT)
@@ -298,93 +270,10 @@ class Supervisor:
         for file, _ in poll.poll(1000 * max(0.0, min(self._interval, due - self.clock.now()))):
             actions[file]()
 
-    def _can_read(self, stream: int) -> bool:
-        """Whether to read more output. A slow console makes the command wait, unless it is stopping or has exited."""
-        shown_on = self._streams if stream == 1 else self._streams[-1:]
-        slow = any(len(one.pending) > BACKLOG for one in shown_on)
-        return not self._output_ended and (not slow or self.stopping or self.code is not None)
-
-    def _read_output(self, pipe: int) -> None:
-        stream = self._outputs[pipe]
-        block = os.read(pipe, BLOCK)
-        if not block:
-            del self._outputs[pipe]
-            self._output_ended = not self._outputs
-        # Progress bars are shown on a console, and metrics are read from the output of ranks: both need complete lines.
-        if self._streams or self.options.sample_usage:
-            block = self._complete_lines(block, stream)
-        self._log_and_show(block, stream)
-        if self._output_ended:
-            self._end_console()
-
-    def _complete_lines(self, block: bytes, stream: int) -> bytes:
-        if stream not in self._lines:
-            from distributed.launch.output_lines import Lines
-
-            self._lines[stream] = Lines()
-        return self._lines[stream].feed(block, last=not block)
-
-    def _log_and_show(self, lines: bytes, stream: int) -> None:
-        logged = lines
-        if b"\r\n" in lines or (self._terminal and b"\x1b" in lines):
-            from distributed.launch.output_lines import without_updates
-
-            logged = without_updates(lines, colours=not self._terminal)
-        self._write_log(logged)
-        if not self._shown:
-            from distributed.launch.shown_ranks import ShownRanks
-
-            self._shown = ShownRanks(self.options.console_rank)
-        self._shown.look(lines)
-        if lines and self._progress != "off" and (self._streams or self.options.sample_usage):
-            if not self._output_metrics:
-                from distributed.launch.output_metrics import OutputMetrics
-
-                self._output_metrics = OutputMetrics(self._metrics, self._progress, self._shown.ranks)
-            self._output_metrics.feed(lines)
-        self._show(lines, stream)
-
-    def _write_log(self, block: bytes) -> None:
-        try:
-            while block:
-                block = block[os.write(self._log, block) :]
-        except OSError as error:  # usually a full disk: the command continues
-            if not self._log_failed:
-                self._log_failed = True
-                message = os.fsencode(f"supervisor: {self.files.log}: {error.strerror}: output is lost\n")
-                self._show_message(message)
-                self._unlogged += message
-            lines = [line for line in block.splitlines(keepends=True) if not line.startswith(b"[")]  # not of ranks
-            self._unlogged = (self._unlogged + b"".join(lines))[-CHUNK:]
-
-    def _show(self, lines: bytes, stream: int) -> None:
-        if not self._streams or not self._shown:
-            return
-        if not self._console:
-            from distributed.launch.output_lines import Console
-
-            self._console = Console(self.options.terminals, self._shown.ranks)
-        self._put(self._console.feed(lines, stream))
-
-    def _end_console(self) -> None:
-        if self._console:
-            self._put(self._console.end())
-
-    def _put(self, texts: tuple[bytes, bytes]) -> None:
-        for stream, text in zip(self._streams, texts, strict=True):
-            stream.put(text)
-
-    def _print_message(self, message: str) -> None:
-        self._print_line(f"supervisor: {message}")
-
-    def _print_line(self, message: str) -> None:
-        line = os.fsencode(f"{message}\n")
-        self._write_log(line)
-        self._show_message(line)
-
-    def _show_message(self, line: bytes) -> None:
-        for stream in self._streams[1:]:
-            stream.put(self._console.message(line) if self._console else line)
+    @property
+    def _console_may_block(self) -> bool:
+        """Whether a slow console makes the command wait: not while the command is stopping, or when it has exited."""
+        return not self.stopping and self.code is None
 
     def _read_signals(self) -> None:
         for number in os.read(self._signals, 4096):
@@ -411,8 +300,8 @@ class Supervisor:
 
     def stop_after_signal(self, number: int) -> None:
         """Report the signal before any rank is stopped: failures of other nodes are its consequences."""
-        if self.options.report and self._streams:
-            self._streams[0].put(self.report(signal=number))
+        if self.options.report and self.output.streams:
+            self.output.streams[0].put(self.report(signal=number))
         elif self.options.report:  # with --lease 0, a follower reads it
             with contextlib.suppress(OSError):
                 write_file(self.files.heartbeat, f"{number}\n".encode())
@@ -446,7 +335,7 @@ class Supervisor:
         if os.lseek(self._block, 0, os.SEEK_CUR) == os.fstat(self._block).st_size:
             return 0
         message = "exited with code 0, so nothing was started; it is sourced and must neither exit nor exec a command"
-        self._print_line(f"{self.files.name}: {self._source}: {message}")
+        self.output.print_line(f"{self.files.name}: {self._source}: {message}")
         return UNFIT
 
     # ---- requests
@@ -487,7 +376,7 @@ class Supervisor:
         self._end_command()
         if self.code is None and not self.stopping:
             write_record(self.files, "launcher lost", message)
-            self._print_message(f"{message}; stopping")
+            self.output.print_message(f"{message}; stopping")
             self.stop()
 
     def stop(self) -> None:
@@ -537,14 +426,7 @@ class Supervisor:
 
     def _end_attempt(self) -> None:
         """Report the exit code of the attempt: its processes have ended, and the command waits."""
-        while ready := select.select(list(self._outputs), [], [], 0)[0]:
-            for pipe in ready:
-                self._read_output(pipe)
-        for stream, lines in self._lines.items():
-            self._log_and_show(lines.feed(b"", last=True), stream)
-        self._end_console()
-        if self._output_metrics:
-            self._output_metrics.read(last=True)
+        self.output.end_attempt()
         self._attempt_ended = True
         self._write_code()
         self.report_end(waiting=True, **({"lost": self._lost} if self._lost else {}))
@@ -552,22 +434,15 @@ class Supervisor:
     def _start_attempt(self, facts: bytes) -> None:
         """Start the next attempt. facts: JSON, for the command."""
         request = parse_json(facts)
-        try:
-            self.files.begin(request["attempt"])
+        self.files.begin(request["attempt"])
+        with contextlib.suppress(OSError):  # a full disk: the output reports it
             make_directories(os.path.dirname(self.files.exit), PRIVATE_DIRECTORY)
-            log = regular_file(self.files.log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-        except OSError as error:
-            self._print_message(f"{self.files.log}: {error.strerror}: output is added to the log of the last attempt")
-        else:
-            os.close(self._log)
-            self._log = log
+        self.output.begin_attempt()
         guard, self._guard = self._guard, Guard(self.files)
         guard.stop()
         self.options.console_rank = request.get("console_rank", "0")
-        self.code, self._console, self._shown, self._kill_at = None, None, None, float("inf")
-        self._output_metrics = None
-        self._unlogged = b""
-        self._waits = self._attempt_ended = self._no_process_left = self._log_failed = False
+        self.code, self._kill_at = None, float("inf")
+        self._waits = self._attempt_ended = self._no_process_left = False
         self._leftovers_signalled = self._terminated = self._ranks_killed = self.ignores_fail_requests = False
         self._start_helpers()
         with contextlib.suppress(OSError):  # the command was killed
@@ -588,7 +463,8 @@ class Supervisor:
         if pids := self.processes_with_handler(number):
             send_signal(number, pids)
         else:
-            self._write_log(f"supervisor: {signals.name(number)}: no process has a handler for it; stopping\n".encode())
+            message = f"{signals.name(number)}: no process has a handler for it; stopping"
+            self.output.write_log(f"supervisor: {message}\n".encode())
             self.stop_after_signal(number)
 
     def processes_with_handler(self, number: int) -> list[int]:
@@ -615,7 +491,7 @@ class Supervisor:
 
     def _drop_console(self) -> None:
         if self.code is not None:
-            for stream in self._streams:
+            for stream in self.output.streams:
                 stream.close()
 
     def _check_clock(self) -> None:
@@ -630,10 +506,9 @@ class Supervisor:
         if now >= self._stop_at and self.code is None and not self.stopping:
             message = f"the command has run for {self.options.timeout:g} s (--timeout)"
             write_record(self.files, "timeout", message)
-            self._print_message(f"{message}; stopping")
+            self.output.print_message(f"{message}; stopping")
             self.stop()
-        if self._output_metrics:
-            self._output_metrics.read()
+        self.output.read_metrics()
         if not self.options.lease and now >= self._heartbeat_at:
             self._heartbeat_at = now + HEARTBEAT_INTERVAL
             _touch(self.files.heartbeat)
@@ -657,8 +532,8 @@ class Supervisor:
             if self.code is not None and now >= self._kill_at + UNKILLABLE_TIMEOUT:
                 self._end_command()
                 pids = " ".join(map(str, leftovers))
-                self._print_message(f"processes {pids} survive SIGKILL (blocked in the kernel)")
-                self._no_process_left = self._output_ended = True
+                self.output.print_message(f"processes {pids} survive SIGKILL (blocked in the kernel)")
+                self._no_process_left = self.output.ended = True
         elif leftovers and not self._leftovers_signalled:
             self._leftovers_signalled = True
             send_signal(signal.SIGTERM, leftovers)
@@ -693,8 +568,7 @@ class Supervisor:
 
     def finish(self) -> None:
         """Write the remaining files, the exit code last, and stop the helper processes."""
-        if self._output_metrics:
-            self._output_metrics.read(last=True)
+        self.output.read_metrics(last=True)
         with contextlib.suppress(OSError):
             os.unlink(self.files.reserved_record)  # on a full disk, this frees space for the next file
         if not self.options.lease:
@@ -706,18 +580,18 @@ class Supervisor:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(self._sampler, 0)
         self.report_end()
-        os.close(self._log)
+        self.output.close()
 
     def report_end(self, **facts: object) -> None:
         """Report the exit code of the command, or of its attempt."""
-        if self.options.report and self._streams:
-            unlogged = {"unlogged": self._unlogged.decode(errors="replace")} if self._unlogged else {}
-            self._streams[0].put(self.report(exit_code=self.code, **unlogged, **facts))
+        if self.options.report and self.output.streams:
+            unlogged = {"unlogged": self.output.unlogged.decode(errors="replace")} if self.output.unlogged else {}
+            self.output.streams[0].put(self.report(exit_code=self.code, **unlogged, **facts))
 
     def _report(self) -> None:
         """Report that this supervisor is running."""
-        if self.options.report and self._streams:
-            self._streams[0].put(self.report())
+        if self.options.report and self.output.streams:
+            self.output.streams[0].put(self.report())
 
     def report(self, **facts: object) -> bytes:
         """A report of this node, as bytes for the launcher."""
@@ -728,7 +602,7 @@ class Supervisor:
             assert self.code is not None
             write_code(self.files, self.code)
         except OSError as error:
-            self._print_message(f"cannot write {self.files.exit}: {error.strerror}")
+            self.output.print_message(f"cannot write {self.files.exit}: {error.strerror}")
 
     def _write_usage(self) -> None:
         import resource
@@ -848,57 +722,6 @@ def supervise_detached(
 # ---------------------------------------------------------------- command line
 
 VERBS = ("run", "stop", "kill", "fail", "end", "attempt", "signal", "sweep", "status")
-# Each of these options sets the field of SupervisorOptions that has its name.
-FLAGS = ("--report", "--sample-usage", "--restarts")
-# --offset: of follow.py
-TEXTS = ("--dir", "--name", "--attempt", "--source", "--environment", "--terminals", "--console-rank", "--offset")
-DURATIONS = ("--grace", "--lease", "--timeout")
-
-
-class SupervisorOptions:
-    """The parsed command line. Raises SupervisorError."""
-
-    def __init__(self, arguments: Sequence[str], grace: float = 8.0) -> None:
-        """grace: the default of --grace."""
-        self.dir = self.name = self.attempt = self.source = self.environment = self.terminals = ""
-        self.grace, self.lease, self.timeout = grace, float("inf"), float("inf")
-        self.report = self.sample_usage = self.restarts = False
-        self.offset, self.console_rank = "", "0"
-        self.command: list[str] = []
-        remaining = list(arguments)
-        while remaining:
-            option = remaining.pop(0)
-            if option == "--":
-                self.command = remaining
-                break
-            field = option.removeprefix("--").replace("-", "_")
-            if option in FLAGS:
-                setattr(self, field, True)
-            elif option in TEXTS + DURATIONS:
-                if not remaining or not remaining[0]:
-                    raise SupervisorError(WRONG_CALL, f"{option}: needs a value")
-                value = remaining.pop(0)
-                setattr(self, field, seconds(option, value) if option in DURATIONS else value)
-            else:
-                raise SupervisorError(WRONG_CALL, f"{option}: unknown option")
-        if not self.dir or not self.name:
-            raise SupervisorError(WRONG_CALL, "--dir and --name are required")
-        if "/" in self.name:
-            raise SupervisorError(WRONG_CALL, f"--name: expected a name without a slash, got '{self.name}'")
-        if self.offset and not self.offset.isdecimal():
-            raise SupervisorError(WRONG_CALL, f"--offset: expected a number of bytes, got '{self.offset}'")
-        if self.source and not os.access(self.source, os.R_OK):
-            raise SupervisorError(WRONG_CALL, f"--source '{self.source}': cannot read file")
-
-    @property
-    def files(self) -> Files:
-        return Files(self.dir, self.name, attempt=self.attempt)
-
-
-def seconds(option: str, value: str) -> float:
-    if not value.isascii() or not value.isdecimal():
-        raise SupervisorError(WRONG_CALL, f"{option}: expected a whole number of seconds, got '{value}'")
-    return float(value)
 
 
 def open_standard_files() -> None:

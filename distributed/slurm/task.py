@@ -30,7 +30,9 @@ from distributed.exit_codes import KILLED, UNFIT
 from distributed.files import KIT, read_json
 from distributed.host import collectives, process_scan, signals
 from distributed.launch import node_environment, node_files, node_processes, supervisor
+from distributed.launch.command_output import CommandOutput
 from distributed.launch.node_reports import ERROR, HEARTBEAT_INTERVAL, HEARTBEAT_TIMEOUT, format_report
+from distributed.launch.supervisor_options import SupervisorOptions
 from distributed.trust import PRIVATE_DIRECTORY, make_directories, regular_file
 
 TYPE_CHECKING = False
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
     from typing import Any
 
+    from distributed.launch.node_environment import Environment
     from distributed.launch.output_lines import RankLines
 
 COPY_INTERVAL = 0.05  # seconds between reads of a rank's output files
@@ -68,8 +71,61 @@ class TaskFiles(node_files.Files):
         return frozenset(os.fsencode(f"{name}={value}") for name, value in self._environment.items())
 
 
+class TaskOutput(CommandOutput):
+    """The output of one task: a rank writes to files, so that a slow console cannot block it.
+
+    An agent opens files for its ranks.
+    """
+
+    def __init__(self, files: TaskFiles, options: SupervisorOptions, rank: int | None) -> None:
+        super().__init__(files, options)
+        self._directory, self._rank = files.output, rank
+        self._files: list[tuple[int, RankLines]] = []  # of a rank: standard output, standard error
+        self.streams = self.streams[:1]  # the launcher expects only srun's own messages on standard error
+
+    def open(self, env: Environment) -> tuple[int, int]:
+        if self._rank is None:
+            return super().open(env)
+        from distributed.launch.output_lines import RankLines
+
+        self.use(env)
+        make_directories(self._directory, PRIVATE_DIRECTORY)
+        paths = [os.path.join(self._directory, f"{name}.log") for name in ("stdout", "stderr")]
+        stdout, stderr = (regular_file(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT) for path in paths)
+        self._files = [(regular_file(path), RankLines()) for path in paths]
+        return stdout, stderr
+
+    def copy_files(self, last: bool) -> None:
+        """Copy new output of the rank to the log of its node and to the console. last: the rank has ended."""
+        if not self._files:
+            return
+        from distributed.launch.output_lines import with_prefix
+
+        self.ended = last
+        prefix = f"[{self.files.name}:{self._rank}] ".encode()
+        for stream, (file, lines) in enumerate(self._files, start=1):
+            output = os.read(file, node_environment.BLOCK)
+            while following := os.read(file, node_environment.BLOCK):
+                self.log_and_show(with_prefix(prefix, lines.feed(output)), stream)
+                output = following
+            self.log_and_show(with_prefix(prefix, lines.feed(output, last=last)), stream)
+
+    def show(self, lines: bytes, stream: int) -> None:
+        """Send the launcher the lines of rank 0, and lines that belong to no rank."""
+        from distributed.launch.output_lines import rank_of, without_marks
+
+        mark = ERROR if stream == 2 else b""
+        shown = [mark + line + b"\n" for line in without_marks(lines).split(b"\n")[:-1] if not rank_of(line)]
+        self.streams[0].put(b"".join(shown))
+
+    def show_message(self, line: bytes) -> None:
+        self.streams[0].put(line)
+
+
 class Task(supervisor.Supervisor):
     """The supervisor of one task."""
+
+    output: TaskOutput
 
     def __init__(self, run: str, grace: float, env: Mapping[str, str], is_rank: bool) -> None:
         self.files: TaskFiles = TaskFiles(run, env)
@@ -80,7 +136,6 @@ class Task(supervisor.Supervisor):
             "step": f"{env['SLURM_JOB_ID']}.{env['SLURM_STEP_ID']}",  # step id for scancel
             "tasks": len(env["SLURM_GTIDS"].split(",")),  # on this node
         }
-        self._output_files: list[tuple[int, RankLines]] = []  # of a rank: standard output, standard error
         self._record = os.path.join(run, "errors", f"rank_{self.rank}.json")
         self._failure: Mapping[str, Any] = {}  # what the rank recorded before it exited
         self._received_signals: dict[int, float] = {}  # signal from SLURM -> self.clock.now() of arrival
@@ -91,60 +146,22 @@ class Task(supervisor.Supervisor):
         self.IGNORED = signals.PROTECTED if is_rank else (*signals.PROTECTED, *signals.PASSED_ON)
         self.files.begin(str(1 + int(env.get("TORCHELASTIC_RESTART_COUNT", "0"))))
         make_directories(os.path.dirname(self.files.exit), PRIVATE_DIRECTORY)
-        options = supervisor.SupervisorOptions(["--dir", run, "--name", self.files.name], grace)
+        options = SupervisorOptions(["--dir", run, "--name", self.files.name], grace)
         options.lease, options.sample_usage = HEARTBEAT_TIMEOUT, self.local_rank == 0
         options.restarts = not is_rank and env.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-        super().__init__(self.files, options)
+        super().__init__(self.files, options, output=TaskOutput(self.files, options, self.rank))
+        if is_rank:
+            self._interval = COPY_INTERVAL
         self.ignores_fail_requests = "MUSTER_NODES" in env and self.files.name not in env["MUSTER_NODES"].split()
         os.set_blocking(1, False)
-        self._streams = self._streams[:1]  # the launcher expects only srun's own messages on standard error
 
     def start(self, command: list[str], env: dict[bytes, bytes], block: bytes, source: str = "") -> None:
         super().start(command, env, block, source)
-        self._streams[0].put(self.report())
+        self.output.streams[0].put(self.report())
         if self.local_rank == 0:
             import threading
 
             threading.Thread(target=self._send_heartbeats, daemon=True).start()
-
-    # ---- output
-
-    def open_outputs(self) -> tuple[int, int]:
-        """A rank writes to files, so that a slow console cannot block the rank. An agent opens files for its ranks."""
-        if self.rank is None:
-            return super().open_outputs()
-        from distributed.launch.output_lines import RankLines
-
-        self._interval = COPY_INTERVAL
-        make_directories(self.files.output, PRIVATE_DIRECTORY)
-        paths = [os.path.join(self.files.output, f"{name}.log") for name in ("stdout", "stderr")]
-        stdout, stderr = (regular_file(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT) for path in paths)
-        self._output_files += [(regular_file(path), RankLines()) for path in paths]
-        return stdout, stderr
-
-    def _copy_output(self) -> None:
-        """Copy new output of the rank to the log of its node and to the console."""
-        from distributed.launch.output_lines import with_prefix
-
-        self._output_ended = self._no_process_left
-        prefix = f"[{self.files.name}:{self.rank}] ".encode()
-        for stream, (file, lines) in enumerate(self._output_files, start=1):
-            output = os.read(file, node_environment.BLOCK)
-            while following := os.read(file, node_environment.BLOCK):
-                self._log_and_show(with_prefix(prefix, lines.feed(output)), stream)
-                output = following
-            self._log_and_show(with_prefix(prefix, lines.feed(output, last=self._no_process_left)), stream)
-
-    def _show(self, lines: bytes, stream: int) -> None:
-        """Send the launcher the lines of rank 0, and lines that belong to no rank."""
-        from distributed.launch.output_lines import rank_of, without_marks
-
-        mark = ERROR if stream == 2 else b""
-        shown = [mark + line + b"\n" for line in without_marks(lines).split(b"\n")[:-1] if not rank_of(line)]
-        self._streams[0].put(b"".join(shown))
-
-    def _show_message(self, line: bytes) -> None:
-        self._streams[0].put(line)
 
     # ---- a rank that has failed
 
@@ -156,7 +173,7 @@ class Task(supervisor.Supervisor):
         record = read_json(self._record)
         if record.get("pid") == self.pid and record.get("exit_code") in range(1, 256):
             self._failure = record
-            self._streams[0].put(self.report(failed=record["exit_code"]))
+            self.output.streams[0].put(self.report(failed=record["exit_code"]))
 
     def stop(self) -> None:
         """Send SIGTERM, but not to a rank that has failed: that would interrupt its exit handlers."""
@@ -167,7 +184,7 @@ class Task(supervisor.Supervisor):
 
     def kill(self) -> None:
         if self._failure and self.code is None:
-            self._print_message(
+            self.output.print_message(
                 f"rank {self.rank} (pid {self.pid}) failed and does not exit: a thread, an exit handler or a "
                 "destructor holds it; killing it"
             )
@@ -204,7 +221,7 @@ class Task(supervisor.Supervisor):
             "exit_code": self.code,
             "ended_by_agent": self.stopping and not self._failure and self.code in STOP_EXIT_CODES,
         }
-        self._streams[0].put(self.report(end=end, **facts))
+        self.output.streams[0].put(self.report(end=end, **facts))
 
     def must_wait(self) -> bool:
         """Whether to continue: a task must not exit before the launcher closes the control channel.
@@ -259,8 +276,8 @@ class Task(supervisor.Supervisor):
 
     def _check_clock(self) -> None:
         super()._check_clock()
-        if self._output_files and self._can_read(1):
-            self._copy_output()
+        if self.output.can_read(1, self._console_may_block):
+            self.output.copy_files(last=self._no_process_left)
         now = self.clock.now()
         for number in [number for number, due in self._passed_on.items() if now >= due]:
             del self._passed_on[number]

@@ -30,7 +30,7 @@ from distributed.launch import console_stream, node_environment, node_files, nod
 from distributed.launch.node_environment import read_block
 from distributed.launch.node_files import Files, SupervisorError
 from distributed.launch.node_reports import REPORT, parse_report
-from distributed.launch.supervisor import SupervisorOptions
+from distributed.launch.supervisor_options import SupervisorOptions
 from distributed.metrics import FROM_OUTPUT
 
 KIT = Path(__file__).resolve().parents[2]
@@ -215,8 +215,8 @@ def test_the_launcher_is_lost_when_heartbeats_time_out(run: SupervisedRun) -> No
 LOG_MAY_BE_A_PIPE = f"""
 import os, sys
 sys.path.insert(0, {str(KIT)!r})
-from distributed.launch import console_stream, node_processes, node_environment, node_files, node_requests, supervisor
-supervisor.regular_file = os.open
+from distributed.launch import command_output, supervisor
+command_output.regular_file = os.open
 sys.exit(supervisor.main(sys.argv[1:]))
 """
 

@@ -14,7 +14,8 @@ from distributed import metrics
 from distributed.files import is_locked, read_json, try_lock, write_file
 from distributed.host import process_scan
 from distributed.jobs.host.outputs import OWNER, Busy, HostError, claim_output, has_results
-from distributed.launch import node_files, supervisor
+from distributed.launch import node_files
+from distributed.launch.supervisor_options import SupervisorOptions
 from distributed.training import base_model
 from distributed.trust import PRIVATE_DIRECTORY, checked, regular_file, shown
 
@@ -89,11 +90,11 @@ class HostAttempt:
         if lines:
             write_file(os.path.join(self.directory, SETUP), "\n".join(["set +e", *lines, ""]))  # +e: a line may fail
 
-    def options(self, command: list[str], timeout: float | None, setup: bool) -> supervisor.SupervisorOptions:
+    def options(self, command: list[str], timeout: float | None, setup: bool) -> SupervisorOptions:
         """The options of the attempt's supervisor. timeout: in seconds. setup: whether the server has setup lines."""
         arguments = ["--dir", self.directory, "--name", self.files.name, "--lease", "0"]
         arguments += ["--source", os.path.join(self.directory, SETUP)] if setup else []
-        options = supervisor.SupervisorOptions([*arguments, "--", *command], self.grace)
+        options = SupervisorOptions([*arguments, "--", *command], self.grace)
         options.timeout = float("inf") if timeout is None else float(max(1, round(timeout)))
         return options
 
