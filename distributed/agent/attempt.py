@@ -108,27 +108,20 @@ def stable_run_id(standalone: bool) -> str:
     return os.path.basename(os.environ.get("MUSTER_RUN_DIR", "")) if standalone else ""
 
 
-def keep_rendezvous_private() -> None:
-    """Keep the state of a --standalone rendezvous in this process.
-
-    torchrun keeps it in a TCP store and unpickles it every few seconds: who can connect could run code as this user.
-    """
-    from torch.distributed import HashStore
-    from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend
-
-    c10d_rendezvous_backend._create_tcp_store = lambda *_: HashStore()  # type: ignore[assignment]
-
-
 def run_torchrun(module: str, arguments: list[str]) -> None:
     """Run torchrun or torch.distributed.launch in this process. Its ranks get the number of the launcher's attempt."""
     import runpy
     import sys
 
+    from torch.distributed import HashStore
     from torch.distributed.elastic.agent.server import local_elastic_agent
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+    from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend
 
     if "--standalone" in arguments:
-        keep_rendezvous_private()
+        # torchrun would keep the state of the rendezvous in a TCP store, and unpickle it every few seconds: who can
+        # connect could run code as this user.
+        c10d_rendezvous_backend._create_tcp_store = lambda *_: HashStore()  # type: ignore[assignment]
     attempt, run_id = Attempt.from_env(), stable_run_id("--standalone" in arguments)
     start: Any = local_elastic_agent.start_processes
 
