@@ -295,7 +295,8 @@ class Agent:
     def _forward(self, number: int) -> None:
         """Send a stop signal to the ranks, SIGHUP and SIGQUIT as SIGTERM, after which ranks may write a checkpoint."""
         number = number if number == signal.SIGINT else signal.SIGTERM
-        for sent, seconds in ((number, STOP_GRACE), (signal.SIGKILL, STOP_GRACE)):
+        limit = os.environ.get("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "")  # a variable of torchrun
+        for sent, seconds in ((number, int(limit) if limit.isdecimal() else STOP_GRACE), (signal.SIGKILL, STOP_GRACE)):
             for rank in self.ranks:
                 rank.process.signal(sent)
             self._wait(seconds)

@@ -1,8 +1,8 @@
 """Pass the number of the launcher's attempt to the ranks.
 
-torchrun restarts ranks itself, and numbers its attempts in TORCHELASTIC_RESTART_COUNT. Scripts name caches and files
-after this number and TORCHELASTIC_RUN_ID. A launcher that restarts a run sets TORCHELASTIC_RESTART_COUNT and
-TORCHELASTIC_MAX_RESTARTS for the agents. The agents add torchrun's own numbers, and pass the sums to the ranks. For
+torchrun numbers attempts in TORCHELASTIC_RESTART_COUNT. Scripts name caches and files after this number and
+TORCHELASTIC_RUN_ID. A launcher that restarts a run sets TORCHELASTIC_RESTART_COUNT and TORCHELASTIC_MAX_RESTARTS for
+the agents, which pass them to the ranks; torchrun's agent, which may restart ranks itself, adds its own numbers. For
 each attempt, the launcher starts new agents, or sends the facts of the attempt to waiting agents.
 """
 

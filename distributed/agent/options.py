@@ -13,13 +13,12 @@ from dataclasses import dataclass, field, fields
 from typing import NoReturn
 
 NO_RUN_ID = "none"  # torchrun's default for --rdzv-id
-STDOUT, STDERR = 1, 2  # bits of --redirects and --tee
-# Options that torchrun's agent needs, or that have no effect on Muster's. Some have one value that is accepted.
+# Options without an effect on this agent, and the values that are accepted; None: all.
 ACCEPTED = {"max-restarts": ["0"], "monitor-interval": None, "local-addr": None, "start-method": None}
 # Variables that change what torchrun does; so do those that start with PET_.
 OF_TORCHRUN = (
     "TORCHELASTIC_ENABLE_FILE_TIMER", "TORCHELASTIC_HEALTH_CHECK_PORT", "TORCHELASTIC_UNINTERRUPTIBLE_STATE_TIMEOUT",
-    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT",
+    "TORCH_DISABLE_SHARE_RDZV_TCP_STORE",
 )  # fmt: skip
 
 
@@ -39,8 +38,7 @@ class Options(argparse.Namespace):
     rdzv_id: str = NO_RUN_ID
     rdzv_conf: str = "timeout=600"  # seconds for all nodes to join
     log_dir: str = ""
-    redirects: int = 0
-    tee: int = 0
+    tee: int = 0  # 3: copy the output of ranks to the console, and keep it in files; 0: it is that of the agent
     standalone: bool = False
     module: bool = False
     pass_local_rank: bool = False
@@ -60,7 +58,7 @@ class _Parser(argparse.ArgumentParser):
 def parse(arguments: Sequence[str], env: Mapping[str, str] = os.environ) -> Options:
     """Read torchrun's options and --pass-local-rank. Raises Unsupported, also for a wrong call."""
     parser = _Parser(add_help=False, allow_abbrev=False)
-    short = {"module": "-m", "redirects": "-r", "tee": "-t"}
+    short = {"module": "-m", "tee": "-t"}
     for option in fields(Options)[:-2]:
         flags = [short.get(option.name), f"--{option.name.replace('_', '-')}", f"--{option.name}"]
         how = {"action": "store_true"} if option.default is False else {"type": type(option.default)}
@@ -84,7 +82,7 @@ def refuse(options: Options, env: Mapping[str, str]) -> None:
         f"--nnodes {options.nnodes}": options.nnodes < 1,
         f"--nproc-per-node {options.nproc_per_node}": options.nproc_per_node < 1,
         f"--rdzv-conf {options.rdzv_conf}": not options.rdzv_conf.removeprefix("timeout=").isdecimal(),
-        f"--redirects {options.redirects} --tee {options.tee}": not {options.redirects, options.tee} <= {0, 1, 2, 3},
+        f"--tee {options.tee}": options.tee not in (0, 3),
     }
     for reason, applies in reasons.items():
         if applies:

@@ -12,7 +12,7 @@ import threading
 from collections.abc import Sequence
 from typing import TextIO
 
-from distributed.agent.options import STDERR, STDOUT, Options
+from distributed.agent.options import Options
 from distributed.launch.output_lines import RankLines, with_prefix
 
 INTERVAL = 0.1  # seconds between two reads of a file
@@ -20,30 +20,25 @@ BLOCK = 1 << 20  # bytes per read
 
 
 class RankOutput:
-    """The files of an attempt, and threads that copy those of --tee to the console."""
+    """The files of an attempt and, with --tee 3, threads that copy them to the console."""
 
     def __init__(self, options: Options, ranks: Sequence[int]) -> None:
         """Make a directory for each rank. ranks: of this node."""
         log_dir = options.log_dir or tempfile.mkdtemp(prefix="torchelastic_")
         os.makedirs(log_dir, exist_ok=True)
         attempt = os.path.join(tempfile.mkdtemp(prefix=f"{options.rdzv_id}_", dir=log_dir), "attempt_0")
-        self.error_files: list[str] = []  # by local rank
-        self.files: list[tuple[str, str]] = []  # stdout and stderr; "" for the agent's own
-        self._threads: list[threading.Thread] = []
-        self._finished = threading.Event()
-        for local, rank in enumerate(ranks):
-            directory = os.path.join(attempt, str(local))
+        directories = [os.path.join(attempt, str(local)) for local in range(len(ranks))]
+        self.error_files = [os.path.join(directory, "error.json") for directory in directories]  # by local rank
+        self.files = [("", "") for _ in ranks]  # stdout and stderr; "" for those of the agent
+        self._finished, self._threads = threading.Event(), list[threading.Thread]()
+        for local, directory in enumerate(directories):
             os.makedirs(directory)
-            self.error_files.append(os.path.join(directory, "error.json"))
-            names = []
-            for bit, name in ((STDOUT, "stdout"), (STDERR, "stderr")):
-                file = os.path.join(directory, f"{name}.log")
-                names.append(file if (options.redirects | options.tee) & bit else "")
-                if options.tee & bit:
-                    arguments = (header(local, rank), file, getattr(sys, name), self._finished)
+            if options.tee:
+                self.files[local] = (os.path.join(directory, "stdout.log"), os.path.join(directory, "stderr.log"))
+                for file, console in zip(self.files[local], (sys.stdout, sys.stderr), strict=True):
+                    arguments = (header(local, ranks[local]), file, console, self._finished)
                     self._threads.append(threading.Thread(target=follow, args=arguments, daemon=True, name="output"))
                     self._threads[-1].start()
-            self.files.append((names[0], names[1]))
 
     def close(self) -> None:
         """Copy the rest. All ranks have exited."""
