@@ -86,8 +86,10 @@ class Rendezvous:
         if not names:  # nodes started by hand: each has its own launcher and run directory
             members = ", ".join(self.membership.members[rank]["node"] for rank in range(self._nodes))
             log(f"all {self._nodes} nodes joined: {members}; the first node's run is {run.name}")
-        assert self.membership.ranks
-        return run, self.membership.ranks
+        ranks = self.membership.ranks
+        if not ranks or not 0 <= ranks.first <= ranks.total - self._processes:
+            raise RendezvousFailed(f"{address}: invalid data in the store (ranks/{self._rank}: {ranks})")
+        return run, ranks
 
     def _serve(self) -> TCPStore:
         try:

@@ -32,7 +32,14 @@ from torch.distributed import Store, TCPStore
 from distributed.agent import failure_records, membership
 from distributed.agent.agent import Agent
 from distributed.agent.failure_records import Records
-from distributed.agent.membership import Membership, PublishedRun, RendezvousFailed, RunEnd, membership_store
+from distributed.agent.membership import (
+    Membership,
+    PublishedRun,
+    Ranks,
+    RendezvousFailed,
+    RunEnd,
+    membership_store,
+)
 from distributed.agent.options import Options
 from distributed.agent.rendezvous import Rendezvous
 from distributed.agent.worker import Script
@@ -107,6 +114,12 @@ def refusal_of(member: Membership) -> str:
 
 
 # ---------------------------------------------------------------- joining
+
+
+def test_ranks_are_numbered_in_the_order_of_node_ranks(join: Join) -> None:
+    members = [join(rank, ranks=str(number)) for rank, number in ((2, 3), (0, 2), (1, 1))]
+    run_concurrently(*(lambda one=one: one.wait_for_all(TIMEOUT, ignore) for one in members))
+    assert [one.ranks for one in members] == [Ranks(3, 6), Ranks(0, 6), Ranks(2, 6)]
 
 
 def test_all_nodes_join_and_know_each_others_names(join: Join) -> None:
@@ -361,6 +374,17 @@ def test_a_launch_on_the_port_of_another_run_fails_with_the_name_of_that_run_and
     assert message.endswith("); choose another --master-port")
     other.send("continue")
     assert other.recv() == "succeeded"
+
+
+@pytest.mark.parametrize("ranks", [None, Ranks(-1, 2), Ranks(2, 2)])
+def test_ranks_in_the_store_that_cannot_be_right_are_refused(
+    tmp_path: Path, ranks: Ranks | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joined = SimpleNamespace(wait_for_all=lambda *_: PublishedRun("id", "train-1", 0, {}), ranks=ranks)
+    monkeypatch.setattr("distributed.agent.rendezvous.Membership", lambda *_: joined)
+    monkeypatch.setenv("MUSTER_NODES", "node1 node2")
+    with pytest.raises(RendezvousFailed, match=r"invalid data in the store \(ranks/1: "):
+        Rendezvous(Options(nnodes=2, node_rank=1), Script("train.py", (), False, ())).join()
 
 
 def fail_rendezvous(pipe: Connection, port: int, script: Path) -> None:
