@@ -220,12 +220,7 @@ class Agent:
 
     def _finish(self) -> RunEnd | None:
         """Wait until the ranks of all nodes have succeeded. Returns why the run has to stop, or None."""
-
-        def pause(seconds: float) -> None:
-            self._raise_if_stopped()
-            self._server.wakeup.wait(seconds)
-
-        return self.end_of_run() or (self.membership.finish(wait=pause) if self.membership else None)
+        return self.end_of_run() or (self.membership.finish(wait=self._pause) if self.membership else None)
 
     def _on_stop_signal(self, number: int, _: FrameType | None) -> None:
         if not (self._pipes and self._pipes.pass_on(number)):
@@ -236,6 +231,10 @@ class Agent:
             _set_stop_signals(signal.SIG_IGN)
             number, self._stop_signal = self._stop_signal, 0
             raise StopRequested(number)
+
+    def _pause(self, seconds: float) -> None:
+        self._raise_if_stopped()
+        self._server.wakeup.wait(seconds)
 
     def _all_succeeded(self) -> bool:
         """Whether all ranks, on all nodes, have exited with 0 in spite of the stop request."""
@@ -306,8 +305,7 @@ class Agent:
         clock = RunningClock()
         end = clock.now() + seconds
         while self.has_ranks() and clock.now() < end:
-            self._raise_if_stopped()
-            self._server.wakeup.wait(clock.until(end))
+            self._pause(clock.until(end))
 
 
 def _shell_code(returncode: int) -> int:
