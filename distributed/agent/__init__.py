@@ -1,1 +1,1 @@
-"""torchrun's agent, with ranks forked from a preloaded process and heartbeats between the nodes of a run."""
+"""Muster's agent: it forks the ranks of a node from a preloaded process, and exchanges heartbeats with other nodes."""

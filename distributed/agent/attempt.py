@@ -1,8 +1,8 @@
 """Pass the number of the launcher's attempt to the ranks.
 
-torchrun restarts ranks itself, and numbers its attempts in TORCHELASTIC_RESTART_COUNT. Scripts name caches and files
-after this number and TORCHELASTIC_RUN_ID. A launcher that restarts a run sets TORCHELASTIC_RESTART_COUNT and
-TORCHELASTIC_MAX_RESTARTS for the agents. The agents add torchrun's own numbers, and pass the sums to the ranks. For
+torchrun numbers attempts in TORCHELASTIC_RESTART_COUNT. Scripts name caches and files after this number and
+TORCHELASTIC_RUN_ID. A launcher that restarts a run sets TORCHELASTIC_RESTART_COUNT and TORCHELASTIC_MAX_RESTARTS for
+the agents, which pass them to the ranks; torchrun's agent, which may restart ranks itself, adds its own numbers. For
 each attempt, the launcher starts new agents, or sends the facts of the attempt to waiting agents.
 """
 
@@ -108,27 +108,20 @@ def stable_run_id(standalone: bool) -> str:
     return os.path.basename(os.environ.get("MUSTER_RUN_DIR", "")) if standalone else ""
 
 
-def keep_rendezvous_private() -> None:
-    """Keep the state of a --standalone rendezvous in this process.
-
-    torchrun keeps it in a TCP store and unpickles it every few seconds: who can connect could run code as this user.
-    """
-    from torch.distributed import HashStore
-    from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend
-
-    c10d_rendezvous_backend._create_tcp_store = lambda *_: HashStore()  # type: ignore[assignment]
-
-
 def run_torchrun(module: str, arguments: list[str]) -> None:
     """Run torchrun or torch.distributed.launch in this process. Its ranks get the number of the launcher's attempt."""
     import runpy
     import sys
 
+    from torch.distributed import HashStore
     from torch.distributed.elastic.agent.server import local_elastic_agent
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+    from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend
 
     if "--standalone" in arguments:
-        keep_rendezvous_private()
+        # torchrun would keep the state of the rendezvous in a TCP store, and unpickle it every few seconds: who can
+        # connect could run code as this user.
+        c10d_rendezvous_backend._create_tcp_store = lambda *_: HashStore()  # type: ignore[assignment]
     attempt, run_id = Attempt.from_env(), stable_run_id("--standalone" in arguments)
     start: Any = local_elastic_agent.start_processes
 

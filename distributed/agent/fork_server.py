@@ -13,14 +13,11 @@ import gc
 import os
 import select
 import signal
-import subprocess
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from types import FrameType
 from typing import Any, NoReturn
 
 from distributed.host.process_scan import adopt_orphans, die_with_parent
@@ -32,86 +29,20 @@ class ForkServerError(Exception):
     """The fork server cannot start processes."""
 
 
-class Signals:
-    """Signal handlers that the main thread can defer.
-
-    Blocking the signals is not enough: the kernel would deliver them to another thread, and Python would then call the
-    handler in the main thread.
-    """
-
-    def __init__(self) -> None:
-        self._holds = 0
-        self._deferred: Callable[[], object] | None = None
-        self.pass_on: Callable[[int], bool] = lambda number: False  # passes a signal on instead of calling its handler
-
-    def make_deferrable(self, numbers: Iterable[int]) -> None:
-        """Wrap the handlers of these signals so that held() defers them. SIG_DFL and SIG_IGN stay."""
-        for number in numbers:
-            handler = signal.getsignal(number)
-            if callable(handler) and not (isinstance(handler, partial) and handler.func == self._call):
-                signal.signal(number, partial(self._call, handler))
-
-    def _call(self, handler: Callable[[int, FrameType | None], object], number: int, frame: FrameType | None) -> None:
-        if self.pass_on(number):
-            return
-        if self._holds:
-            self._deferred = partial(handler, number, None)
-        else:
-            handler(number, frame)
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Defer handlers until the end of the block."""
-        self._holds += 1
-        try:
-            yield
-        finally:
-            self._holds -= 1
-            if not self._holds:
-                self.handle()
-
-    def handle(self) -> None:
-        """Call the deferred handler of the latest signal, if any."""
-        deferred, self._deferred = self._deferred, None
-        if deferred:
-            deferred()
-
-
-signals = Signals()
-
-
 class ForkedProcess:
-    """A child of this process, with the methods of subprocess.Popen that torchrun calls."""
+    """A child of this process."""
 
-    def __init__(self, pid: int, wakeup: Wakeup) -> None:
+    def __init__(self, pid: int) -> None:
         self.pid = pid
-        self.returncode: int | None = None  # -n for signal n
-        self._wakeup = wakeup
-
-    def poll(self) -> int | None:
-        """The exit code that reap() found, or None.
-
-        poll() does not call reap(), so that torchrun sees an exit only after the agent has seen it.
-        """
-        return self.returncode
+        self.returncode: int | None = None  # -n for signal n; found by reap()
 
     def reap(self) -> int | None:
         """The exit code, or None while the process runs."""
         if self.returncode is None:
-            with signals.held():  # if a handler raised after waitpid(), the exit code would be lost
-                pid, status = os.waitpid(self.pid, os.WNOHANG)
-                if pid:
-                    self.returncode = os.waitstatus_to_exitcode(status)
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
-
-    def wait(self, timeout: float) -> int:
-        """Wait for the exit code. Raises subprocess.TimeoutExpired after `timeout` seconds."""
-        end = time.monotonic() + timeout
-        while (code := self.reap()) is None:
-            if (remaining := end - time.monotonic()) <= 0:
-                raise subprocess.TimeoutExpired(str(self.pid), timeout)
-            self._wakeup.wait(remaining)
-        return code
 
     def signal(self, number: int) -> None:
         """Send a signal to the process group, or to the process alone if it does not lead its own group yet."""
@@ -167,7 +98,7 @@ class ForkServer:
             raise ForkServerError(self._wait_for_exit()) from None
         finally:
             adopt_orphans(False)
-        processes = [ForkedProcess(pid, self.wakeup) for pid in pids]
+        processes = [ForkedProcess(pid) for pid in pids]
         if error:
             for process in processes:
                 process.signal(signal.SIGKILL)

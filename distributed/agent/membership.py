@@ -18,6 +18,7 @@ names the key.
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import queue
@@ -63,11 +64,12 @@ NEWS = "news"  # key of a counter: how often the keys for all nodes have changed
 
 T = TypeVar("T")
 MemberFacts = Mapping[str, str]  # values must be equal on all nodes, except those of OWN_FACTS
-OWN_FACTS = ("node", "attempt", "process")
+OWN_FACTS = ("node", "attempt", "process", "ranks")
 # Kinds for trust.checked(). Files are named after nodes.
 NAME = re.compile(r"[^/\0]{1,255}")
 FACTS: Any = {
     "node": NAME,
+    "ranks?": re.compile(r"[0-9]{1,6}"),
     **dict.fromkeys(("attempt?", "process?", "NNODES?", "PyTorch?", "the script?", "CONFIG?"), str),
 }
 RUN: Any = {"id": str, "name": str, "started": range(1 << 32), "facts": FACTS}
@@ -104,6 +106,14 @@ class Missing:
 
     count: int
     ranks: Sequence[int]  # node ranks of the first SHOWN_MISSING
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks of a node."""
+
+    first: int
+    total: int  # number of ranks of all nodes
 
 
 class RendezvousFailed(Exception):
@@ -143,6 +153,7 @@ class Membership:
         self.rank, self.size = rank, size
         self.run: PublishedRun | None = None  # None until the thread has found it
         self.members: dict[int, MemberFacts] = {}  # known members, by node rank
+        self.ranks: Ranks | None = None  # of this node; set when all nodes have joined
         self.records: dict[int, Records] = {}  # of the other nodes, after a failure
         self._facts = {**facts, "process": uuid.uuid4().hex}
         self._address, self._connect, self._run_name = address, connect, run_name
@@ -210,11 +221,11 @@ class Membership:
         self._end = self._end or end
         self._send("end", asdict(end))
 
-    def finish(self, timeout: float = math.inf) -> RunEnd | None:
+    def finish(self, timeout: float = math.inf, wait: Callable[[float], object] = time.sleep) -> RunEnd | None:
         """Report that the ranks of this node succeeded. Wait for all nodes, or for the end of the run, then leave.
 
         Returns why the run has to stop; None if all nodes succeeded. Raises TimeoutError after `timeout` seconds,
-        without leaving.
+        without leaving. wait: waits for so many seconds, or raises an exception.
         """
         self._send(f"done/{self.rank}", True)
         self._leaving = True
@@ -222,7 +233,7 @@ class Membership:
         while not self._all_done and self.end() is None:
             if self._clock.now() >= deadline:
                 raise TimeoutError
-            time.sleep(JOIN_INTERVAL)
+            wait(JOIN_INTERVAL)
         self.leave()
         return self._end
 
@@ -405,6 +416,7 @@ class Membership:
         """Read the keys that all nodes read."""
         if not self._complete and store.check(["members"]):
             self.members = self._coordinator.members if self._coordinator else self._read_members(store)
+            self.ranks = read_value(store, f"ranks/{self.rank}", Ranks)
             self._complete = True
         self.first_end = self.first_end or read_end(store)
         if self.first_end and not self._end:  # never write None: the agent may report the end at the same time
@@ -501,6 +513,12 @@ class Coordinator:
         if self._store.check(["refused"]):
             self.refused = self._store.get("refused").decode(errors="replace")
         if not absent and not read_end(self._store):
+            sizes = [int(self.members[rank].get("ranks", "1")) for rank in range(self._size)]
+            firsts = itertools.accumulate(sizes, initial=0)
+            ranks = [json.dumps({"first": first, "total": sum(sizes)}) for first in firsts]
+            for some in blocks(range(self._size)):
+                keys = [f"ranks/{rank}" for rank in some]
+                self._store.multi_set(keys, [ranks[rank] for rank in some])  # type: ignore[attr-defined]
             publish_news(self._store, "members", [self.members[rank]["node"] for rank in range(self._size)])
 
     def _without_heartbeat(self, seconds: float) -> list[int]:

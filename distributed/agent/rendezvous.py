@@ -1,8 +1,7 @@
-"""torchrun's static rendezvous with messages and checks.
+"""The rendezvous of the agents of a run, and the environment variables of ranks that follow from it.
 
-torchrun's rendezvous waits silently, by default for ten minutes, and then raises an error of its store. This one
-reports missing nodes, refuses incompatible nodes, names the run that uses the port, and starts the heartbeats of
-`distributed.agent.membership`.
+It reports missing nodes, refuses incompatible nodes, names the run that uses the port, and starts the heartbeats of
+`distributed.agent.membership`. Like torchrun's static rendezvous, it numbers ranks in the order of node ranks.
 """
 
 from __future__ import annotations
@@ -18,9 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-from torch.distributed import DistNetworkError, PrefixStore, Store, TCPStore
-from torch.distributed.elastic.rendezvous import RendezvousInfo, RendezvousStoreInfo
-from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+from torch.distributed import DistNetworkError, Store, TCPStore
 
 from distributed.agent.attempt import Attempt
 from distributed.agent.failure_records import node_name
@@ -30,59 +27,69 @@ from distributed.agent.membership import (
     MemberFacts,
     Membership,
     PublishedRun,
+    Ranks,
     RendezvousFailed,
     publish,
     read_run,
     tcp_store,
 )
+from distributed.agent.options import NO_RUN_ID, Options
 from distributed.agent.worker import Script
 from distributed.trust import printable
+from distributed.world import DEFAULT_PORT, World, as_env
 
-NO_RUN_ID = "none"  # torchrun's default for --rdzv-id
 CONNECT_TIMEOUT = 5.0  # seconds to wait for a connection
 OWNER_TIMEOUT = 5.0  # seconds to find out which run uses a port
 
 
-class Rendezvous(StaticTCPRendezvous):
-    """A static rendezvous. next_rendezvous() sets `attempt`, and `membership` when there are several nodes."""
+class Rendezvous:
+    """The rendezvous of one attempt. join() sets `membership` if there are several nodes."""
 
-    def __init__(self, base: StaticTCPRendezvous, script: Script) -> None:
-        seconds = int(base.timeout.total_seconds())
-        super().__init__(base.master_addr, base.master_port, base.rank, base.world_size, base.run_id, seconds)
-        if self.world_size == 1:
-            self.master_addr = LOOPBACK
-        self.script = script
+    def __init__(self, options: Options, script: Script) -> None:
         self.membership: Membership | None = None
-        self.attempt = Attempt.from_env()  # next_rendezvous() replaces it by that of the first node
+        self._nodes, self._processes, self._script = options.nnodes, options.nproc_per_node, script
+        self._timeout = options.join_timeout
+        self._name = "" if options.rdzv_id == NO_RUN_ID else options.rdzv_id
+        self._rank, self._address, self._port = options.node_rank, options.master_addr, options.master_port
+        if self._nodes == 1:
+            self._rank, self._address = 0, LOOPBACK
+        else:
+            self._port = self._port or DEFAULT_PORT
+        self._store: TCPStore | None = None  # ranks connect to it; it closes with this object
 
-    def next_rendezvous(self) -> RendezvousInfo:
-        """Wait for all nodes. Raises RendezvousFailed."""
-        facts = member_facts(self.script, self.world_size)
-        run_name = "" if self.run_id == NO_RUN_ID else self.run_id
-        if self.rank == 0:
-            run_name = run_name or Path(os.environ.get("MUSTER_RUN_DIR", "")).name or uuid.uuid4().hex
-            self._store = self._store or self._serve()
-        run = self._join(run_name, facts) if self.world_size > 1 else publish(self._connect(), run_name, facts)
-        assert self._store
-        self.attempt = Attempt.parse(run.facts.get("attempt", ""))
-        self.run_id = run.name
-        return RendezvousInfo(
-            PrefixStore(run.id, self._store),
-            self.rank,
-            self.world_size,
-            RendezvousStoreInfo(self.master_addr, self.master_port),
-        )
+    def join(self) -> list[dict[str, str]]:
+        """Wait for all nodes. Returns the variables of each rank of this node. Raises RendezvousFailed."""
+        facts = member_facts(self._script, self._nodes, self._processes)
+        if self._rank == 0:
+            self._name = self._name or Path(os.environ.get("MUSTER_RUN_DIR", "")).name or uuid.uuid4().hex
+            self._store = self._serve()
+            self._port = self._store.port
+        if self._nodes == 1:
+            run, ranks = publish(self._connect(), self._name, facts), Ranks(0, self._processes)
+        else:
+            run, ranks = self._join(facts)
+        attempt, shared = Attempt.parse(run.facts.get("attempt", "")), {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+        worlds = [
+            World(
+                ranks.first + local, ranks.total, local, self._processes, self._rank, self._nodes, self._address,
+                self._port,
+            )
+            for local in range(self._processes)
+        ]  # fmt: skip
+        variables = [as_env(world, run.name) for world in worlds]
+        return [one | attempt.variables(one) | shared for one in variables]
 
-    def _join(self, run_name: str, facts: MemberFacts) -> PublishedRun:
-        if self.membership:  # of the previous attempt
-            self.membership.close()
-        address, names = f"{self.master_addr}:{self.master_port}", os.environ.get("MUSTER_NODES", "").split()
-        self.membership = Membership(self.rank, self.world_size, facts, address, self._connect, run_name, names)
-        run = self.membership.wait_for_all(self.timeout.total_seconds(), log)
+    def _join(self, facts: MemberFacts) -> tuple[PublishedRun, Ranks]:
+        address, names = f"{self._address}:{self._port}", os.environ.get("MUSTER_NODES", "").split()
+        self.membership = Membership(self._rank, self._nodes, facts, address, self._connect, self._name, names)
+        run = self.membership.wait_for_all(self._timeout, log)
         if not names:  # nodes started by hand: each has its own launcher and run directory
-            members = ", ".join(self.membership.members[rank]["node"] for rank in range(self.world_size))
-            log(f"all {self.world_size} nodes joined: {members}; the first node's run is {run.name}")
-        return run
+            members = ", ".join(self.membership.members[rank]["node"] for rank in range(self._nodes))
+            log(f"all {self._nodes} nodes joined: {members}; the first node's run is {run.name}")
+        ranks = self.membership.ranks
+        if not ranks or not 0 <= ranks.first <= ranks.total - self._processes:
+            raise RendezvousFailed(f"{address}: invalid data in the store (ranks/{self._rank}: {ranks})")
+        return run, ranks
 
     def _serve(self) -> TCPStore:
         try:
@@ -91,15 +98,13 @@ class Rendezvous(StaticTCPRendezvous):
             if "address already in use" not in str(error).lower():
                 raise
             owner = self._owner() or "another program"
-            raise RendezvousFailed(
-                f"port {self.master_port}: in use by {owner}; choose another --master-port"
-            ) from error
+            raise RendezvousFailed(f"port {self._port}: in use by {owner}; choose another --master-port") from error
 
     def _connect(self) -> Store:
-        if self.rank == 0 and self._store:
+        if self._rank == 0 and self._store:
             return self._store
         # TCPStore cannot be interrupted while it connects, and prints a long stack trace when it fails.
-        socket.create_connection((self.master_addr, self.master_port), CONNECT_TIMEOUT).close()
+        socket.create_connection((self._address, self._port), CONNECT_TIMEOUT).close()
         self._store = self._tcp_store(is_master=False)
         return self._store
 
@@ -123,14 +128,16 @@ class Rendezvous(StaticTCPRendezvous):
         return found[0] if found else None
 
     def _tcp_store(self, is_master: bool) -> TCPStore:
-        return tcp_store(self.master_addr, self.master_port, self.world_size, is_master, self.timeout)
+        timeout = timedelta(seconds=self._timeout)
+        return tcp_store(self._address, self._port, self._nodes, is_master, timeout)
 
 
-def member_facts(script: Script, nodes: int) -> dict[str, str]:
-    """The name of this node ("node"), its attempt, and the facts that must be equal on all nodes of a run."""
+def member_facts(script: Script, nodes: int, ranks: int) -> dict[str, str]:
+    """The name of this node ("node"), its attempt and number of ranks, and what must be equal on all nodes of a run."""
     facts = {
         "node": node_name(),
         "attempt": str(Attempt.from_env()),
+        "ranks": str(ranks),
         "NNODES": str(nodes),
         "PyTorch": torch.__version__,
     }

@@ -57,10 +57,7 @@ _builtin_exit = sys.exit
 
 @dataclass(frozen=True)
 class Script:
-    """The script of a rank and its arguments.
-
-    The agent passes them to torchrun's code in a dataclass, because that code replaces ${local_rank} in plain strings.
-    """
+    """The script of a rank and its arguments."""
 
     name: str  # a path as the user gave it, or the name of a module
     arguments: tuple[str, ...]

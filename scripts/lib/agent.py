@@ -11,49 +11,44 @@ import recorded_imports  # first: it has INITIAL_MODULES
 
 del sys.path[0]
 
+import contextlib
 import gc
-import itertools
 import os
 import signal
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
+
+if TYPE_CHECKING:
+    from distributed.agent.options import Options
 
 TRAINER = str(Path(__file__).resolve().parents[2] / "train.py")
 
 
-def options_of(arguments: list[str]) -> dict[str, str]:
-    """Return the options written as `--name value`, as launchers write them; for a repeated option, the first value."""
-    end = arguments.index("--") if "--" in arguments else len(arguments)  # the script and its arguments follow
-    return dict(reversed(list(itertools.pairwise(arguments[:end]))))
-
-
-def choose_threads(options: dict[str, str]) -> None:
+def choose_threads(options: "Options") -> None:
     """Set OMP_NUM_THREADS before PyTorch is imported. The first node prints the value."""
     from distributed.launch.threads import share_cores
 
-    ranks = options.get("--nproc-per-node", "")
-    line = share_cores(int(ranks)) if ranks.isdigit() and int(ranks) else ""
-    if options.get("--node-rank", "0") == "0":
+    line = share_cores(options.nproc_per_node)
+    if options.node_rank == 0:
         sys.stderr.write(line)
 
 
-def check_gpus(options: dict[str, str]) -> None:
+def check_gpus(options: "Options") -> None:
     """Warn if PyTorch cannot use the GPUs. train.py itself refuses them."""
     from distributed.agent.gpu_check import warn_of_unusable_gpus
 
-    ranks = options.get("--nproc-per-node", "")
-    if TRAINER not in sys.argv and ranks.isdigit():
-        warn_of_unusable_gpus(int(ranks))
+    if TRAINER not in sys.argv:
+        warn_of_unusable_gpus(options.nproc_per_node)
 
 
-def main() -> int:
+def main(options: "Options") -> int:
     """Run Muster's agent. Returns its exit code."""
     from distributed.host import network, signals
 
-    launcher_options = options_of(sys.argv[1:])
-    if launcher_options.get("--nnodes", "1") != "1":
-        network.use_interface_to(launcher_options.get("--master-addr", ""))
+    if options.nnodes > 1:
+        network.use_interface_to(options.master_addr)
     # By default Python buffers output to a pipe in large blocks.
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     signals.ignore()  # only ranks handle the signals in PASSED_ON
@@ -74,7 +69,7 @@ def main() -> int:
         if TRAINER in sys.argv and not compiler_cache.choose():
             import torch._dynamo
             import torch.distributed.checkpoint
-            import torch.distributed.fsdp
+            import torch.distributed.fsdp  # noqa: F401
     gc.enable()
 
     from distributed.agent.fork_server import ForkServer
@@ -83,27 +78,42 @@ def main() -> int:
     recorded_imports.stop()
     server = ForkServer(partial(run_rank, preload))
 
-    try:
-        from distributed.agent import agent
+    from distributed.agent import agent
 
-        options = agent.parse(sys.argv[1:])
-        reason = agent.unsupported(options)
-    except (ImportError, AttributeError) as error:
-        reason = f"PyTorch {torch.__version__}: {error}"
-    if reason:
-        server.close()
-        print(f"agent: {reason}; using --agent torchrun", file=sys.stderr)
-        arguments = sys.argv[1:]
-        if "--pass-local-rank" not in arguments[: arguments.index("--") if "--" in arguments else None]:
-            become("torch.distributed.run", arguments)
-        arguments.remove("--pass-local-rank")
-        become("torch.distributed.launch", arguments)
-    check_gpus(launcher_options)
+    check_gpus(options)
     os.umask(0o077)  # of directories for the ranks' output; the ranks, which the server starts, have the user's umask
     return agent.main(options, server, pipes)
 
 
-def become(module: str, arguments: list[str]) -> NoReturn:
+def run_plain(kind: str, module: str, *arguments: str) -> NoReturn:
+    """Run this module of PyTorch. kind: --plain or, in the process that runs it, --patched, see become()."""
+    from distributed.agent.attempt import run_torchrun
+    from distributed.agent.options import Unsupported, parse
+
+    prepare = choose_threads if kind == "--plain" else check_gpus
+    with contextlib.suppress(Unsupported):  # only torchrun knows the number of ranks
+        prepare(parse(arguments, {}))
+    if kind == "--plain":
+        become(module, arguments)
+    recorded_imports.stop()
+    run_torchrun(module, list(arguments))
+    sys.exit()
+
+
+def become_torchrun(reason: str) -> NoReturn:
+    """Leave this command line to torchrun's agent, which does not stay for the next attempt."""
+    from distributed.agent.attempt import AttemptPipes
+
+    AttemptPipes.take()
+    print(f"agent: {reason}; using --agent torchrun", file=sys.stderr)
+    arguments = sys.argv[1:]
+    if "--pass-local-rank" not in arguments[: arguments.index("--") if "--" in arguments else None]:
+        become("torch.distributed.run", arguments)
+    arguments.remove("--pass-local-rank")
+    become("torch.distributed.launch", arguments)
+
+
+def become(module: str, arguments: Sequence[str]) -> NoReturn:
     """Replace this process by `python -m module arguments...`, with default signal handlers.
 
     It runs through this file: ranks get the launcher's attempt number, no other program can write to the rendezvous of
@@ -123,15 +133,14 @@ if __name__ == "__main__":
     else:
         sys.path[0] = kit
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # a shell starts background jobs with SIGINT ignored
-    if sys.argv[1:2] == ["--patched"]:
-        recorded_imports.stop()
-        from distributed.agent.attempt import run_torchrun
+    if sys.argv[1:2] in (["--plain"], ["--patched"]):
+        run_plain(*sys.argv[1:])
+    from distributed.agent.options import Unsupported, parse
 
-        check_gpus(options_of(sys.argv[3:]))
-        run_torchrun(sys.argv[2], sys.argv[3:])
-        sys.exit()
-    choose_threads(options_of(sys.argv[1:]))
-    if sys.argv[1:2] == ["--plain"]:
-        become(sys.argv[2], sys.argv[3:])
-    code = main()
+    try:
+        options = parse(sys.argv[1:])
+    except Unsupported as reason:
+        become_torchrun(str(reason))
+    choose_threads(options)
+    code = main(options)
     os._exit(code)  # normal interpreter shutdown with PyTorch takes a second

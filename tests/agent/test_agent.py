@@ -29,14 +29,14 @@ from typing import Any, cast
 
 import psutil
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.elastic.multiprocessing.api import SubprocessContext
 
-from distributed.agent import agent, failure_records
-from distributed.agent.agent import Agent, RankFailure, follow
-from distributed.agent.fork_server import ForkedProcess, Wakeup, signals
+from distributed.agent import failure_records
+from distributed.agent.agent import Agent, RankFailure
+from distributed.agent.options import Unsupported, parse
+from distributed.agent.rank_output import follow
+from distributed.agent.rendezvous import Rendezvous
 from distributed.host.resources import Cores
 from distributed.host.stacks import MIN_FILE_DESCRIPTOR
 from distributed.launch import threads
@@ -613,7 +613,7 @@ def first(self, *arguments, **options):
 
 if __name__ == "__main__":
     sys.path.insert(0, KIT)
-    from distributed.agent.agent import Agent, Handler, LocalElasticAgent
+    from distributed.agent.agent import Agent, ForkServer, Rank
     method = OWNER.METHOD
     OWNER.METHOD = functools.wraps(method)(first)
     del sys.argv[0], sys.path[0]
@@ -723,12 +723,8 @@ def test_the_bytes_of_all_lines_are_copied_and_progress_updates_end_with_cr_lf(
 
 
 def test_output_may_be_split_at_any_byte(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distributed.agent.agent.BLOCK", 1)
+    monkeypatch.setattr("distributed.agent.rank_output.BLOCK", 1)
     assert followed("ö\r\n\rz\n".encode()).getvalue().decode() == "[n1:0] ö\n[n1:0] z\n"
-
-
-def test_torchruns_option_duplicate_stdout_filters_works() -> None:
-    assert followed(b"apple\npear\n", lambda line: "apple" in line).getvalue() == b"[n1:0] apple\n"
 
 
 def test_an_update_of_a_progress_bar_is_copied_while_the_rank_prepares_the_next_one() -> None:
@@ -932,25 +928,10 @@ def test_a_rank_that_succeeded_and_does_not_exit_is_no_failure() -> None:
 
 
 def test_a_rank_is_recorded_if_the_stop_request_arrives_while_it_starts() -> None:
-    agent = patched_agent("Handler.__init__", "import os; os.kill(os.getpid(), 15)")
+    agent = patched_agent("Rank.__init__", "import os; os.kill(os.getpid(), 15)")
     done = launch(1, "signal.pause()", agent)
     assert done.returncode == 128 + signal.SIGTERM
     assert failures() == [(0, 143, True)]
-
-
-def test_the_agent_exits_with_143_if_a_stop_request_arrives_while_one_of_its_threads_starts() -> None:
-    """An exception in Thread.start() would become a KeyError if the thread has already ended."""
-    start = "_start_new_thread" if sys.version_info < (3, 13) else "_start_joinable_thread"
-    action = f"""if not self.__self__.name.startswith("TailLog"):
-        threading.{start} = first
-        return method(self, *arguments, **options)
-    import os, time
-    started = method(self, *arguments, **options)
-    time.sleep(0.5)
-    os.kill(os.getpid(), 15)
-    return started"""
-    done = launch(1, "signal.pause()", patched_agent(f"threading.{start}", action))
-    assert (done.returncode, failures()) == (128 + signal.SIGTERM, [(0, 143, True)]), done.stderr
 
 
 def test_an_exit_code_in_a_failure_record_does_not_hide_an_exception_in_the_log() -> None:
@@ -985,13 +966,12 @@ def test_a_rank_that_exits_with_0_on_sigterm_is_not_recorded_as_having_exited_ea
     assert failures() == [(0, 3, False)]
 
 
-WAIT_FOR_RANK_1 = "import os; os.waitid(os.P_PID, self._processes()[1].pid, os.WEXITED | os.WNOWAIT)"
+WAIT_FOR_RANK_1 = "import os; os.waitid(os.P_PID, self.ranks[1].process.pid, os.WEXITED | os.WNOWAIT)"
 
 
-def test_a_rank_that_fails_while_torchrun_checks_the_ranks_is_recorded() -> None:
-    """The rank exits when torchrun's check starts, and the check waits for that."""
+def test_a_rank_that_fails_just_after_a_check_of_the_ranks_is_recorded() -> None:
     os.mkfifo("go")
-    agent = patched_agent("LocalElasticAgent._monitor_workers", "open('go', 'w').close(); " + WAIT_FOR_RANK_1)
+    agent = patched_agent("Agent._first_failure", "open('go', 'w').close(); " + WAIT_FOR_RANK_1)
     done = launch(2, "if rank:\n    open('go').close()\n    os._exit(42)\nsignal.pause()\n", agent)
     assert done.returncode == 42
     assert failures() == [(0, 143, True), (1, 42, False)]
@@ -1001,7 +981,7 @@ def test_a_stop_signal_during_the_exchange_of_records_does_not_change_the_exit_c
     agent = patched_agent("Agent.exchange_records", "import os, signal; os.kill(os.getpid(), signal.SIGTERM)")
     done = launch(1, "sys.exit(42)", agent)
     assert done.returncode == 42
-    assert "SignalException" not in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 HANDLES_TERM = """
@@ -1048,38 +1028,12 @@ while True:
 
 
 def test_a_signal_while_the_agent_reaps_ranks_does_not_lose_a_failure() -> None:
-    wait = "os.waitid(os.P_PID, self._processes()[0].pid, os.WEXITED | os.WNOWAIT)"
+    wait = "os.waitid(os.P_PID, self.ranks[0].process.pid, os.WEXITED | os.WNOWAIT)"
     patched = patched_agent("Agent.reap_ranks", f"import os, signal; {wait}; os.kill(os.getpid(), signal.SIGTERM)")
     os.mkfifo("other")
     with started(2, FAILS_THEN_WAITS, patched, MUSTER_RUN_DIR=os.getcwd(), MUSTER_NODE="n7") as agent:
         assert agent.wait(TIMEOUT) == 143
     assert failures() == [(0, 3, False), (1, 143, True)]
-
-
-def test_a_signal_during_waitpid_does_not_lose_the_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    def raising(*_: object) -> None:
-        raise InterruptedError
-
-    def interrupted(pid: int, options: int) -> tuple[int, int]:
-        found = waitpid(pid, options)
-        os.kill(os.getpid(), signal.SIGUSR1)
-        return found
-
-    waitpid = os.waitpid
-    ended = subprocess.Popen(["sh", "-c", "exit 3"])
-    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)
-    process = ForkedProcess(ended.pid, cast(Wakeup, None))
-    before = signal.signal(signal.SIGUSR1, raising)
-    signals.make_deferrable([signal.SIGUSR1])
-    try:
-        with monkeypatch.context() as patched:
-            patched.setattr(os, "waitpid", interrupted)
-            with pytest.raises(InterruptedError):
-                process.reap()
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-    assert process.reap() == 3
-    ended.returncode = 3  # process.reap() has reaped it
 
 
 # Rank 0 exits after rank 1. If the agent sends a second SIGTERM when rank 1 exits, rank 0 records this signal.
@@ -1108,7 +1062,7 @@ sys.exit(75)
 def test_each_rank_gets_one_sigterm_and_the_agent_exits_with_75_if_all_ranks_exit_with_75() -> None:
     os.mkfifo("end")
     os.mkfifo("started")
-    patched = patched_agent("Agent._monitor_workers", "open('started', 'w').close()")
+    patched = patched_agent("Agent._watch", "open('started', 'w').close()")
     with started(2, STOPPED_ON_REQUEST, patched, MUSTER_RUN_DIR=os.getcwd(), MUSTER_NODE="n7") as agent:
         Path("started").read_text()  # until then, the agent may not know the pids of the ranks
         agent.terminate()
@@ -1129,7 +1083,7 @@ os._exit(75)
 
 def test_a_stop_request_that_arrives_just_before_the_agent_waits_for_checkpoints_is_passed_on_at_once() -> None:
     os.mkfifo("ready")
-    request = f"import os; os.kill(os.getpid(), {signal.SIGTERM.value}); self._processes()[0]._wakeup.wait(0)"
+    request = f"import os; os.kill(os.getpid(), {signal.SIGTERM.value}); self._server.wakeup.wait(0)"
     patched = patched_agent("Agent._wait", f"{request}; arguments = (3600,)")
     assert launch(2, STOPS_ONE_BY_ONE, patched).returncode == 75
     assert {code for _, code, _ in failures()} == {75}
@@ -1162,54 +1116,39 @@ def test_no_rank_remains_when_the_agent_is_killed() -> None:
 
 # ---------------------------------------------------------------- fallback to torchrun's agent
 
-OTHER_TORCH = """
-import runpy, sys
-from torch.distributed.elastic.multiprocessing import tail_log
-del tail_log.tail_logfile, sys.argv[0], sys.path[0]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
 
-
-def test_torchruns_agent_runs_the_script_if_torchruns_internals_are_not_as_expected() -> None:
+def test_torchruns_agent_runs_the_script_if_it_has_an_option_that_musters_agent_lacks() -> None:
     """The script has default signal handlers even if the caller ignores signals."""
-    Path("other_torch.py").write_text(OTHER_TORCH)
     Path("script.py").write_text("import signal, sys\nprint(signal.getsignal(signal.SIGUSR2).name, *sys.argv[1:])\n")
-    agent = [AGENT[0], "other_torch.py", AGENT[1], "--pass-local-rank", "--standalone"]
-    ignoring = ["env", "--ignore-signal=USR1,USR2,ALRM"]
-    done = run(*ignoring, *agent, "--nproc-per-node", "1", "--", "script.py", "--pass-local-rank")
+    options = ["--role", "other", "--pass-local-rank", "--nproc-per-node", "1"]
+    done = run("env", "--ignore-signal=USR1,USR2,ALRM", *AGENT, *options, "--", "script.py", "--pass-local-rank")
     assert (done.returncode, done.stdout) == (0, "SIG_DFL --local-rank=0 --pass-local-rank\n"), done.stderr
-    reason = f"PyTorch {torch.__version__}: torch.distributed.elastic.multiprocessing.tail_log has no tail_logfile"
-    assert f"agent: {reason}; using --agent torchrun\n" in done.stderr
+    assert "agent: unrecognized arguments: --role; using --agent torchrun\n" in done.stderr
 
 
-def test_torchruns_internals_are_as_expected() -> None:
-    assert agent.missing_internal() == ""
-
-
-@pytest.mark.parametrize(("owner", "name", "parameters"), agent.INTERNALS)
-def test_a_missing_name_in_torchrun_is_detected(
-    owner: Any, name: str, parameters: set[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if parameters:
-        monkeypatch.setattr(owner, name, lambda other: None)
-        assert agent.missing_internal().startswith(f"{owner.__name__} has no {name}(")
-    monkeypatch.setattr(owner, name, None)
-    assert agent.missing_internal() == f"{owner.__name__} has no {name}"
-
-
-def test_a_missing_attribute_in_torchrun_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(agent.ATTRIBUTES, SubprocessContext, {"envs", "elsewhere"})
-    assert agent.missing_internal() == "SubprocessContext has no elsewhere"
+def test_a_wrong_call_is_refused_by_torchrun() -> None:
+    done = run(*AGENT, "--nprocs", "2", "script.py")
+    assert done.returncode == 2
+    assert "error: unrecognized arguments: --nprocs" in done.stderr
 
 
 @pytest.mark.parametrize(
     ("arguments", "env", "reason"),
     [
-        ("script.py", {}, ""),
-        ("--nproc-per-node 2 --tee 3 -m module --no-python", {}, ""),
-        ("--no-python program", {}, "--no-python is not supported"),
-        ("--numa-binding node script.py", {}, "--numa-binding is not supported"),
-        ("script.py", {"PYTHON_EXEC": sys.executable}, ""),
+        ("--no-python program", {}, "unrecognized arguments: --no-python"),
+        ("--redirects 3 script.py", {}, "unrecognized arguments: --redirects"),
+        ("--numa-binding node script.py", {}, "unrecognized arguments: --numa-binding"),
+        ("--duplicate-stdout-filters apple script.py", {}, "unrecognized arguments: --duplicate-stdout-filters"),
+        ("--nnodes 1:2 script.py", {}, "argument --nnodes: invalid int value: '1:2'"),
+        ("--nnodes 0 script.py", {}, "--nnodes 0"),
+        ("--nproc-per-node gpu script.py", {}, "argument --nproc-per-node/--nproc_per_node: invalid int value: 'gpu'"),
+        ("--nproc-per-node 0 script.py", {}, "--nproc-per-node 0"),
+        ("--max-restarts 1 script.py", {}, "argument --max-restarts: invalid choice: '1' (choose from "),
+        ("--rdzv-conf join_timeout=5 script.py", {}, "--rdzv-conf join_timeout=5"),
+        ("--tee 0:3 script.py", {}, "argument -t/--tee: invalid int value: '0:3'"),
+        ("--tee 1 script.py", {}, "--tee 1"),
+        ("script.py", {"PET_NNODES": "1"}, "PET_NNODES is set"),
+        ("script.py", {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE is set"),
         (
             "script.py",
             {"PYTHON_EXEC": "/usr/bin/other"},
@@ -1217,12 +1156,26 @@ def test_a_missing_attribute_in_torchrun_is_detected(monkeypatch: pytest.MonkeyP
         ),
     ],
 )
-def test_unsupported_options_are_left_to_torchruns_agent(
-    arguments: str, env: dict[str, str], reason: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in env.items():
-        monkeypatch.setenv(name, value)
-    assert agent.unsupported(agent.parse(arguments.split())) == reason
+def test_unsupported_options_are_left_to_torchruns_agent(arguments: str, env: dict[str, str], reason: str) -> None:
+    with pytest.raises(Unsupported) as found:
+        parse(arguments.split(), env)
+    assert str(found.value).startswith(reason)
+
+
+def test_the_options_of_musters_launchers_are_supported() -> None:
+    common = "--log-dir ranks/n1 --tee 3 -- script.py --tee 0:3"
+    one = parse(
+        f"--standalone --local-addr 127.0.0.1 --nproc-per-node 8 {common}".split(), {"PYTHON_EXEC": sys.executable}
+    )
+    assert (one.nnodes, one.nproc_per_node, one.master_port, one.tee, one.join_timeout) == (1, 8, 0, 3, 600)
+    assert (one.training_script, one.training_script_args) == ("script.py", ["--tee", "0:3"])
+    several = "--rdzv-conf timeout=30 --rdzv-id run --nnodes 2 --node-rank 1 --nproc_per_node=8 --master-addr node1"
+    two = parse(
+        f"--pass-local-rank {several} --master-port 20001 --monitor-interval=1 -m module --no-python".split(), {}
+    )
+    assert (two.nnodes, two.node_rank, two.master_addr, two.master_port) == (2, 1, "node1", 20001)
+    assert (two.rdzv_id, two.join_timeout, two.pass_local_rank, two.module) == ("run", 30, True, True)
+    assert (two.training_script, two.training_script_args) == ("module", ["--no-python"])
 
 
 WAITS_THEN_EXITS = """
@@ -1242,19 +1195,18 @@ def server_of(agent: int) -> psutil.Process:
     return server
 
 
-def test_ranks_survive_a_killed_fork_server_and_its_exit_is_reported_at_the_next_restart(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_ranks_survive_a_killed_fork_server() -> None:
     os.mkfifo("end")
-    restarting = [*AGENT, "--max-restarts", "1"]
-    with started(1, WAITS_THEN_EXITS, restarting, MUSTER_RUN_DIR=os.getcwd(), MUSTER_NODE="n7") as agent:
-        server = server_of(agent.pid)
-        server.kill()
+    with started(1, WAITS_THEN_EXITS) as agent:
+        server_of(agent.pid).kill()
         Path("end").write_text("")
-        assert agent.wait(TIMEOUT) == 1
-    lines = capfd.readouterr().err.splitlines()
-    assert lines[-1] == f"agent: fork server (pid {server.pid}) was killed by signal 9"
-    assert "Traceback" not in "".join(lines)
+        assert agent.wait(TIMEOUT) == 3
+
+
+def test_a_killed_fork_server_is_reported_if_ranks_have_to_be_started() -> None:
+    done = launch(1, "", patched_agent("ForkServer.fork", "import os; os.kill(self.pid, 9)"))
+    assert done.returncode == 1
+    assert re.fullmatch(r"agent: fork server \(pid \d+\) was killed by signal 9\n", done.stderr), done.stderr
 
 
 def test_a_stopped_fork_server_does_not_delay_the_end_of_a_run() -> None:
@@ -1363,6 +1315,7 @@ def test_the_exit_code_is_that_of_the_first_failure_not_caused_by_the_agent(
     failures: list[tuple[float, int, bool]], code: int, stopped: bool
 ) -> None:
     agent = object.__new__(Agent)
+    agent.rendezvous = cast(Rendezvous, SimpleNamespace(membership=None))
     agent.failures = {rank: RankFailure(rank, rank, 100 + rank, *failure) for rank, failure in enumerate(failures)}
     agent.records = {}
     assert agent.exchange_records() == code
@@ -1376,11 +1329,8 @@ def test_the_exit_code_is_that_of_the_first_failure_not_caused_by_the_agent(
         (["--nproc-per-node", "3", "--", "x.py", "--nproc-per-node", "1"], None, "2",
          "OMP_NUM_THREADS=2 for each of 3 ranks on 8 cores\n"),
         (["--node-rank", "1", "--nproc-per-node", "4", "script.py"], None, "2", ""),
-        (["--plain", "torch.distributed.run", "--nproc-per-node", "4", "script.py"], None, "2",
-         "OMP_NUM_THREADS=2 for each of 4 ranks on 8 cores\n"),
         (["--nproc-per-node", "4", "script.py"], "7", "7", ""),
-        (["--nproc-per-node", "gpu", "script.py"], None, None, ""),
-        (["script.py"], None, None, ""),
+        (["script.py"], None, "8", "OMP_NUM_THREADS=8 for each of 1 rank on 8 cores\n"),
     ],
 )  # fmt: skip
 def test_each_rank_gets_its_share_of_the_cores(
@@ -1394,6 +1344,6 @@ def test_each_rank_gets_its_share_of_the_cores(
         monkeypatch.setenv("OMP_NUM_THREADS", before)
     entry = runpy.run_path(str(KIT / "scripts/lib/agent.py"))
     entry["recorded_imports"].stop()
-    entry["choose_threads"](entry["options_of"](arguments))
+    entry["choose_threads"](parse(arguments))
     assert os.environ.get("OMP_NUM_THREADS") == after
     assert capsys.readouterr().err == printed

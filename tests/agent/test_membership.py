@@ -28,12 +28,19 @@ from typing import Any
 
 import pytest
 from torch.distributed import Store, TCPStore
-from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from distributed.agent import failure_records, membership
 from distributed.agent.agent import Agent
 from distributed.agent.failure_records import Records
-from distributed.agent.membership import Membership, PublishedRun, RendezvousFailed, RunEnd, membership_store
+from distributed.agent.membership import (
+    Membership,
+    PublishedRun,
+    Ranks,
+    RendezvousFailed,
+    RunEnd,
+    membership_store,
+)
+from distributed.agent.options import Options
 from distributed.agent.rendezvous import Rendezvous
 from distributed.agent.worker import Script
 from distributed.exit_codes import UNFIT
@@ -107,6 +114,12 @@ def refusal_of(member: Membership) -> str:
 
 
 # ---------------------------------------------------------------- joining
+
+
+def test_ranks_are_numbered_in_the_order_of_node_ranks(join: Join) -> None:
+    members = [join(rank, ranks=str(number)) for rank, number in ((2, 3), (0, 2), (1, 1))]
+    run_concurrently(*(lambda one=one: one.wait_for_all(TIMEOUT, ignore) for one in members))
+    assert [one.ranks for one in members] == [Ranks(3, 6), Ranks(0, 6), Ranks(2, 6)]
 
 
 def test_all_nodes_join_and_know_each_others_names(join: Join) -> None:
@@ -290,7 +303,8 @@ def test_a_run_continues_when_another_program_writes_to_its_port(join: Join, sto
 
 def rendezvous(port: int, script: Path, nodes: int = 1) -> Rendezvous:
     script.touch()
-    return Rendezvous(StaticTCPRendezvous("127.0.0.1", port, 0, nodes, "none", 10), Script(str(script), (), False, ()))
+    options = Options(nnodes=nodes, master_port=port, rdzv_conf="timeout=10")
+    return Rendezvous(options, Script(str(script), (), False, ()))
 
 
 def forked(target: Callable[..., None], *arguments: object) -> tuple[BaseProcess, Connection]:
@@ -309,10 +323,11 @@ def serve_a_run(pipe: Connection, directory: Path) -> None:
     with socket.create_server(("", 0)) as free:
         port = free.getsockname()[1]
     os.environ.update(MUSTER_RUN_DIR=str(directory / "train-1"), MUSTER_NODE="ada")
-    info = rendezvous(port, directory / "train.py").next_rendezvous()
+    served = rendezvous(port, directory / "train.py")
+    served.join()
     pipe.send(port)
     pipe.recv()
-    info.store.set("key", "")
+    served._connect().set("key", "")
     pipe.send("succeeded")
 
 
@@ -340,7 +355,7 @@ def test_a_refusal_names_the_run_that_uses_the_port_even_if_its_name_is_publishe
 
     monkeypatch.setattr(Rendezvous, "_tcp_store", connected)
     with pytest.raises(RendezvousFailed, match="in use by run train-1"):
-        rendezvous(port, tmp_path / "train.py").next_rendezvous()
+        rendezvous(port, tmp_path / "train.py").join()
     other.send("end")
 
 
@@ -352,7 +367,7 @@ def test_a_launch_on_the_port_of_another_run_fails_with_the_name_of_that_run_and
     _, other = forked(serve_a_run, tmp_path)
     port = other.recv()
     with pytest.raises(RendezvousFailed) as failure:
-        rendezvous(port, tmp_path / "train.py", nodes).next_rendezvous()
+        rendezvous(port, tmp_path / "train.py", nodes).join()
     assert failure.value.exit_code == 69
     message = str(failure.value)
     assert message.startswith(f"port {port}: in use by run train-1 (first node ada, started 20")
@@ -361,9 +376,20 @@ def test_a_launch_on_the_port_of_another_run_fails_with_the_name_of_that_run_and
     assert other.recv() == "succeeded"
 
 
+@pytest.mark.parametrize("ranks", [None, Ranks(-1, 2), Ranks(2, 2)])
+def test_ranks_in_the_store_that_cannot_be_right_are_refused(
+    tmp_path: Path, ranks: Ranks | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    joined = SimpleNamespace(wait_for_all=lambda *_: PublishedRun("id", "train-1", 0, {}), ranks=ranks)
+    monkeypatch.setattr("distributed.agent.rendezvous.Membership", lambda *_: joined)
+    monkeypatch.setenv("MUSTER_NODES", "node1 node2")
+    with pytest.raises(RendezvousFailed, match=r"invalid data in the store \(ranks/1: "):
+        Rendezvous(Options(nnodes=2, node_rank=1), Script("train.py", (), False, ())).join()
+
+
 def fail_rendezvous(pipe: Connection, port: int, script: Path) -> None:
     with pytest.raises(RendezvousFailed) as failure:
-        rendezvous(port, script).next_rendezvous()
+        rendezvous(port, script).join()
     pipe.send(str(failure.value))
     os._exit(0)  # a thread still waits for a reply
 
@@ -489,7 +515,7 @@ def test_a_stop_signal_after_a_node_was_lost_does_not_change_the_exit_code(
 ) -> None:
     one, two = joined_members(join, size=2)
     agent = Agent.__new__(Agent)
-    agent.failures, agent.records, agent.succeeded, agent._pcontext = {}, {}, [], None
+    agent.failures, agent.records, agent.succeeded, agent.ranks = {}, {}, [], []
     agent.rendezvous = SimpleNamespace(membership=one)  # type: ignore[assignment]
     monkeypatch.setattr(membership, "HEARTBEAT_TIMEOUT", 1.0)
     two.close()

@@ -213,7 +213,7 @@ def run(method: str, programs: list[str], directory: Path) -> Mapping[str, Mappi
     env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "MUSTER_"))} | variables
     options = [
         *("--standalone", "--nproc-per-node", str(len(programs))),
-        *("--redirects", "3", "--log-dir", f"{method}-logs"),
+        *("--tee", "3", "--log-dir", f"{method}-logs"),
     ]
     done = subprocess.run(
         [*AGENTS[method], *options, "script.py"], cwd=directory, env=env, stdin=subprocess.DEVNULL, capture_output=True,

@@ -1,4 +1,4 @@
-"""The agent replaces functions and classes of torchrun, and hides modules from the import system of Python.
+"""The agent hides modules of PyTorch from the import system of Python.
 
 So its tests and those of checkpoints run with the oldest and a newer PyTorch, and with other versions of Python than
 the usual tests. Each pair has a separate environment of several gigabytes, which is removed at the end.
