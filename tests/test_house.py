@@ -77,7 +77,8 @@ MAY_IMPORT_PYTORCH = {"agent", "checkpoint", "compiler_cache", "smoke", "torch",
 # These modules run where nothing is installed yet, so they may import only each other and the standard library.
 STANDARD_LIBRARY_ALONE = {
     "agent.failure_records", "agent.fork_server", "agent.options", "agent.preloaded", "attempts",
-    "checkpoint.directory", "exit_codes", "files", "health", "host", "jobs.array_task", "jobs.host", "jobs.journal", "jobs.lists.job",
+    "checkpoint.directory", "exit_codes", "files", "health", "host", "jobs.array_task", "jobs.host", "jobs.journal",
+    "jobs.lists.job",
     "jobs.schedule.placement", "jobs.show.entries", "jobs.show.job_table", "jobs.show.page", "jobs.show.timeline",
     "launch", "metrics", "nodelist", "records", "report", "runs", "slurm", "smoke.bandwidth", "smoke.summary",
     "terminal", "training.base_model", "training.fold", "training.topics", "transport", "trust", "verdict", "world",
