@@ -58,6 +58,7 @@ class NodeLogs:
     def __init__(self, watch: Watch, sync: bool) -> None:
         self._watch, self._sync = watch, sync
         self._threads: dict[threading.Thread, Client] = {}  # they unpack what a client prints: the files of a node
+        self._heard: dict[Client, float] = {}  # clients that print a log -> time of the last byte, on the loop's clock
         # By node: the new directory with its files, the names of what was left out, and why files are missing.
         self._received: dict[RunNode, tuple[str, list[str], str]] = {}
         self._placed: dict[RunNode, set[str]] = {}  # names of the files that each node has sent
@@ -100,6 +101,7 @@ class NodeLogs:
             return
 
         def append(block: bytes) -> None:
+            self._heard[client] = self._watch.loop.clock.now()
             disk = os.fstatvfs(file)
             with contextlib.suppress(OSError):
                 while block and disk.f_bavail * disk.f_frsize > trust.MIN_FREE:
@@ -108,6 +110,7 @@ class NodeLogs:
                 client.kill()
 
         def ended(reply: Reply) -> None:
+            del self._heard[client]
             os.close(file)
             then(reply)
 
@@ -115,6 +118,7 @@ class NodeLogs:
         client = self._watch.calls.call(
             node.node, command, ended, timeout=timeout, on_output=append, most=trust.MAX_BYTES
         )
+        self._heard[client] = self._watch.loop.clock.now()
 
     # ---- after an attempt
 
@@ -134,8 +138,11 @@ class NodeLogs:
                 self._append_log(node, partial(self._fetch_after, node))
             else:
                 self._fetch(node)
-        while self._watch.calls.running:
+        while {*self._heard, *self._threads.values()} & self._watch.calls.running:
             self._watch.loop.wait(1.0)
+            for client, heard in self._heard.items():
+                if self._watch.loop.clock.now() > heard + trust.STALLED:
+                    client.kill()
             for thread, client in self._threads.items():
                 if not thread.is_alive():
                     client.kill()  # the node may send nothing, or more without end

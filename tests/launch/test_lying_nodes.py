@@ -369,6 +369,21 @@ def test_a_node_whose_archive_is_refused_does_not_delay_the_end(
     assert "n2: the copy of its files in" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize("program", ["exec sleep 60", "printf x; exec sleep 60"])
+def test_a_node_whose_log_does_not_end_and_other_calls_do_not_delay_the_end(
+    program: str, directory: Path, new_watch: NewWatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trust, "STALLED", 0.2)
+    watch = new_watch(directory, Local(LyingCommands({"n2": program})))
+    other = watch.calls.call("n1", ["sleep", "60"])  # such as a call to a lost node
+    started = time.monotonic()
+    NodeLogs(watch, sync=True).collect()
+    assert time.monotonic() - started < 30
+    assert other.is_running
+    other.kill()
+    watch.calls.wait()
+
+
 def test_a_node_sends_its_own_files_and_no_others(
     directory: Path, tmp_path: Path, collect: Callable[..., Watch], capfd: pytest.CaptureFixture[str]
 ) -> None:
