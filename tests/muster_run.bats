@@ -139,7 +139,7 @@ END
     [[ "${lines[1]}" == "Usage: muster $verb [options] "* ]]
     [[ "$output" != *"More options"* && "$output" == *"--help-all"* ]]
     all=$("$MUSTER" "$verb" --help-all)
-    [ -z "$(grep -oE '^  --?[a-z-]+' <<<"$all" | sort | uniq -d | grep -vx '  --help')" ]
+    [ "$(grep -oE "^  --?[a-z-]+" <<<"$all" | sort | uniq -d | grep -cvx "  --help")" = 0 ]
     for option in $("$KIT/scripts/ssh/launch_torchrun_auto.sh" --help | grep -oE '^  --[a-z-]+'); do
       [[ $option == --script || "$all" == *$'\n'"  $option"* ]]
     done

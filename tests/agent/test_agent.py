@@ -546,7 +546,6 @@ def test_a_task_of_srun_gets_the_environment_that_torchrun_sets(tmp_path: Path) 
         "TORCHELASTIC_MAX_RESTARTS": "0", "TORCHELASTIC_USE_AGENT_STORE": "False",
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "3",  # torchrun sets 1
     }  # fmt: skip
-    Path("errors").mkdir()
     Path("script.py").write_text(
         f"import os\nassert {expected}.items() <= os.environ.items()\nraise ValueError('boom')\n"
     )
