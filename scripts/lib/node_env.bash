@@ -55,7 +55,8 @@ check_node_env() {
   for path in "${paths[@]}"; do
     paths+=("${path%/*}/" "${path%/*/*}/")
   done
-  add_links "${MUSTER_NODE_ENV_FILE%/*/*}" "${MUSTER_NODE_ENV_FILE#"${MUSTER_NODE_ENV_FILE%/*/*}"/}"
+  set -- "${MUSTER_NODE_ENV_FILE%/*/*}"
+  add_links "$1" "${MUSTER_NODE_ENV_FILE:${#1}+1}"
   find_foreign "${paths[@]}"
   [[ ! $FOREIGN ]] || node_env_unfit "$MUSTER_NODE_ENV_FILE: ${FOREIGN#"$MUSTER_NODE_ENV_FILE: "}"
 }
