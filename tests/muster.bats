@@ -85,12 +85,12 @@ END
   copy_with_program py <<'END'
 #!/usr/bin/env python3
 """Show the Python. Usage: muster show ..."""
-import sys
-print(sys.prefix)
+import os, sys
+print(sys.prefix, os.environ.get("MUSTER_VERB"))
 END
   python3 -m venv --without-pip mine
   VIRTUAL_ENV=$PWD/mine run -0 "$MUSTER" show
-  [ "$output" = "$PWD/mine" ]
+  [ "$output" = "$PWD/mine None" ]
 }
 
 

@@ -19,6 +19,7 @@ setup() {
   MUSTER=$KIT/scripts/muster
   cd "$BATS_TEST_TMPDIR" || return
   write_plain_script <<'END'
+assert "MUSTER_VERB" not in os.environ
 print("rank", rank, "of", os.environ["WORLD_SIZE"], sys.argv[1:], flush=True)
 END
 }
