@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 NAME, NEWEST = "attempts", "newest"
 PARTS = ("errors", "ranks")  # directories
+LAST = 10**9 - 1  # largest number of an attempt
 
 
 def path_of(run: str | Path, number: str) -> str:
@@ -36,7 +37,7 @@ def numbers(run: str | Path) -> list[int]:
         names = os.listdir(os.path.join(run, NAME))
     except OSError:
         return []
-    return sorted(int(name) for name in names if name.isascii() and name.isdecimal() and len(name) < 10)
+    return sorted(int(name) for name in names if name.isascii() and name.isdecimal() and len(name) <= len(str(LAST)))
 
 
 def newest(run: str | Path) -> str:

@@ -302,7 +302,7 @@ kill_rsync() { # <here or there>: kill the sender on this machine, or the receiv
   all_valid "$N2"
   sh -c "$flip"
   run "$KIT/scripts/doctor.sh"
-  [[ "$output" == *"warning  base models"*"damaged"*"muster two-phase cache prune"* ]]
+  [[ "$output" == *"warning  base models"*"damaged"*"scripts/muster"*" two-phase cache prune"* ]]
   experiments 1 | sed 's/"e1/"e4/g' | job_list
   run -2 dispatch --log-file skip.json --skip-phase1
   [[ "$output" == *"base $(hash) of 1 job, the first e4/"*"damaged"* ]]

@@ -81,6 +81,18 @@ END
 }
 
 
+@test "a program that another user owns is not started, by muster or for the form with CONFIG and NPROC" {
+  ((!EUID)) || skip "only root can act as another user"
+  copy_with_program sh <<<'echo ran as root'
+  chown 12345 "my kit/scripts/jobs/do_show.sh" "my kit/scripts/ssh/launch_singlenode.sh"
+  printf '#\n#\n# Show. All.\n#\n# Usage: x\n#        muster show ...\necho ran\n' >"my kit/scripts/jobs/do_show.sh"
+  run -69 "$MUSTER" show
+  [[ "$output" == *"do_show.sh: belongs to "*"(user id 12345)"* ]]
+  run -69 "$PWD/my kit/scripts/run.sh" --dry-run c.yaml 2
+  [[ "$output" == *"launch_singlenode.sh: belongs to "*"(user id 12345)"* ]]
+}
+
+
 @test "a program in Python runs with the Python of the active environment" {
   copy_with_program py <<'END'
 #!/usr/bin/env python3

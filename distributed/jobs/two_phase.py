@@ -53,6 +53,7 @@ from distributed.jobs.show import console
 from distributed.records import is_time, number
 from distributed.training.base_model import CACHE
 from distributed.training.fold import default_participants
+from distributed.trust import one_line
 
 SHOWN = 4  # maximum number of jobs or base models listed in one message
 
@@ -153,7 +154,7 @@ def loss_of(base: Cached) -> str:
 
 def settings_of(base: Cached) -> dict[str, Any]:
     """The settings of the job that trained a base model, without its mode."""
-    settings = base.manifest.get("settings")
+    settings = one_line(base.manifest.get("settings"))
     return bases.without(settings, *bases.BASE_ONLY) if isinstance(settings, dict) else {}
 
 

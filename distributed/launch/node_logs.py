@@ -176,6 +176,8 @@ class NodeLogs:
         """Unpack the files of a node. Runs in a thread."""
 
         def expects(name: str) -> bool:  # agents also keep failure records of other nodes, see _place()
+            if name.startswith(tuple(f"{self._attempt}/{one}" for one in OF_RUN)):
+                return False
             name = name.removeprefix(f"{self._attempt}/")
             nodes = self._watch.run.nodes if name.startswith("errors/") else (node,)
             return any(is_expected(one, name) for one in nodes)
@@ -228,8 +230,9 @@ class NodeLogs:
 
     def _accepts(self, node: RunNode, name: str, exists: bool) -> bool:
         """Whether a file of a node may be placed: it replaces only files of this node."""
-        placed = self._placed.setdefault(node, set())
-        if exists and name not in placed and name.partition("/")[0] not in (attempts.NAME, *OF_RUN):
+        placed, of_attempt = self._placed.setdefault(node, set()), name.removeprefix(f"{self._attempt}/")
+        own = of_attempt != name and of_attempt.startswith((f"node_{node.node}.", "errors/", f"ranks/{node.node}/"))
+        if exists and name not in placed and not own and name not in OF_RUN:
             return False
         placed.add(name)
         return True

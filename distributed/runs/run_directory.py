@@ -131,7 +131,10 @@ def begin_attempt(directory: str) -> str:
     facts = read_json(os.path.join(directory, "run.json"))
     nodes = [str(node["node"]) for key in ("layout", "spares") for node in facts[key]]  # type: ignore[attr-defined]
     names = ["verdict.json", *(f"node_{node}.{kind}" for node in nodes for kind in ("log", "exit"))]
-    attempt = attempts.make(directory, str(max(attempts.numbers(directory), default=0) + 1), names)
+    number = max(attempts.numbers(directory), default=0) + 1
+    if number > attempts.LAST:
+        raise OSError(errno.EOVERFLOW, "no further attempt can be numbered", attempts.path_of(directory, str(number)))
+    attempt = attempts.make(directory, str(number), names)
     write_json(os.path.join(attempt, "run.json"), facts)
     return attempt
 

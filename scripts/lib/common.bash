@@ -176,6 +176,14 @@ check_kit() {
 }
 
 
+# Exit if another user can change a program of Muster, or the directories above it in Muster's. A program that only
+# passes its call on calls this before; the other one calls check_kit.
+check_program() { # <file>
+  find_foreign "$KIT/scripts" "${1%/*}" "$1"
+  [[ ! $FOREIGN ]] || die_with "$EXIT_UNFIT" "$FOREIGN"
+}
+
+
 # Whether the group has only this user, as on systems that set umask 002. No access control list, which ls marks with +,
 # may let more users write to one of the `paths`; else `path` is set to it.
 is_private_group() { # <user id> <group id>

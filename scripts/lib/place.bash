@@ -59,6 +59,7 @@ take_torchrun_option() { # <option> <value, or 1>
 # taken away. A call of the form CONFIG NPROC is passed to its own program.
 take_script() { # <argument...>
   if [[ $# -ge 2 && ($1 == - || ! $MODULE && $1 == *.y?(a)ml) ]] && { is_count "$2" || is_processor_kind "$2"; }; then
+    check_program "$KIT/scripts/ssh/launch_singlenode.sh"
     exec_in_environment 1 "MUSTER_VERB=$VERB" "$KIT/scripts/ssh/launch_singlenode.sh" "${CALL[@]:1}"
   fi
   [[ ! $SCRIPT ]] || die_usage "--script '$SCRIPT': write SCRIPT without --script, behind the options"

@@ -432,6 +432,16 @@ def test_damaged_base_models_of_the_working_directory_are_named_with_a_fix(tmp_p
     assert "holds the base model 222222222222" in renamed.fact
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can act as another user")
+def test_base_models_of_another_user_where_all_can_create_files_are_not_read(tmp_path: Path) -> None:
+    (tmp_path / base_model.CACHE / ("1" * 12)).mkdir(parents=True)
+    os.chown(tmp_path / "experiments", 12345, 12345)
+    tmp_path.chmod(0o1777)
+    [found] = base_model_findings(tmp_path)
+    assert found.level == "warning"
+    assert found.fact.startswith(f"base models not checked: {tmp_path}/experiments: belongs to user id 12345")
+
+
 def test_a_cache_of_base_models_that_cannot_be_read_is_a_warning(tmp_path: Path) -> None:
     (tmp_path / "experiments").touch()
     [found] = base_model_findings(tmp_path)

@@ -30,6 +30,7 @@ from distributed.jobs.lists.bases import (
 )
 from distributed.jobs.lists.config import BaseModels, ConfigError, read_cluster, read_entries
 from distributed.jobs.lists.job import Job, JobError, Options, arguments
+from distributed.jobs.schedule.base_cache import Cached
 from distributed.training.fold import DEFAULT_PARTICIPANTS
 
 FULL = {"mode": "full_fine_tuning"}
@@ -516,3 +517,9 @@ def test_a_job_cannot_write_to_the_directories_of_base_models(prefix: str, mode:
 def test_a_default_of_a_non_base_key_is_refused(key: str) -> None:
     [line] = refusal({}, defaults={key: 1})
     assert line.startswith(f"base_models: defaults: {key}: not a base key")
+
+
+def test_settings_of_a_base_model_have_no_line_breaks_and_no_control_characters() -> None:
+    cached = Cached("a" * 12, "", {"settings": {"\x1b]0;x\x07k\n": "\x1b[2Jdamaged:\n" + "x" * 5000}})
+    [(name, value)] = two_phase.settings_of(cached).items()
+    assert (name, value[:9], len(value)) == ("k ", "damaged: ", 996)

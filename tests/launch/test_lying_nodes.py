@@ -441,6 +441,21 @@ def test_a_node_sends_its_own_files_and_no_others(
     )
 
 
+def test_a_node_replaces_no_file_of_others_in_the_directory_of_the_attempt(
+    directory: Path, tmp_path: Path, collect: Callable[..., Watch]
+) -> None:
+    (directory / "attempts/1/here.csv").write_text("here")
+    sent = {name: f"attempts/1/{name}" for name in ("here.csv", "best.json", "own.csv", "metrics.jsonl")}
+    collect(
+        n1=archive(tmp_path / "1.tar", (sent["best.json"], b"of n1")),
+        n2=archive(tmp_path / "2.tar", *((name, b"lie") for name in sent.values())),
+    )
+    found = content(directory)
+    assert {name: found.get(name) for name in sent} == {
+        "here.csv": "here", "best.json": "of n1", "own.csv": "lie", "metrics.jsonl": None,
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("of_n1", "of_n2"),
     [

@@ -334,6 +334,9 @@ def test_the_links_lead_to_the_newest_attempt_whichever_node_is_late(tmp_path: P
     made = create(tmp_path)
     (made / "errors/first").touch()
     assert run_directory.begin_attempt(str(made)) == str(made / "attempts/2") == attempts.newest(made)
+    (made / "attempts" / str(attempts.LAST)).mkdir()
+    with pytest.raises(OSError, match="no further attempt can be numbered"):
+        run_directory.begin_attempt(str(made))
     assert attempts.make(made, "1") == str(made / "attempts/1"), "as a late supervisor of the first attempt does"
     (made / "errors/second").touch()
     assert [os.listdir(made / f"attempts/{number}/errors") for number in (1, 2)] == [["first"], ["second"]]
