@@ -428,7 +428,7 @@ def test_damaged_base_models_of_the_working_directory_are_named_with_a_fix(tmp_p
     assert damaged.fact.endswith(
         f"{'1' * 12}/{base_model.WEIGHTS}: damaged: its checksum is not the one in manifest.json"
     )
-    assert damaged.command.endswith("scripts/muster two-phase cache prune")
+    assert damaged.command.endswith(" two-phase cache prune")
     assert "holds the base model 222222222222" in renamed.fact
 
 
