@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from distributed.launch.hang_decision import Decision, HangWatch, Query
     from distributed.runs.lookup import RunNode
 
-FIRST_CHECK = 60.0  # seconds; equal to IDLE_TIMEOUT of distributed/runs/hang_analysis.py
+FIRST_CHECK = 60.0  # seconds; equal to IDLE_TIMEOUT of distributed/verdict/hang_analysis.py
 DEFAULT_HANG_TIMEOUT = 600.0  # seconds; used if --hang-timeout is not given and the run logs steps
 MAX_DELAY = 5.0  # seconds; if a timer is later than this, the machine or this program was suspended
 QUERY_TIMEOUT, STACKS_TIMEOUT = 15.0, 60.0  # seconds
