@@ -14,7 +14,7 @@ conditions are checked afterwards:
 - The launcher has ended. Its exit code is the one in the verdict, and one that the fault may cause.
 - The verdict of each attempt that failed names a cause, node and rank that the fault explains.
 - The weights are those of an undisturbed run, bit for bit. If the fault ended the run, the same command resumes it.
-- 10 seconds later no process, listening port, temporary file or lock of the run remains.
+- 15 seconds later no process, listening port, temporary file or lock of the run remains.
 - A process and files that do not belong to the run are unchanged.
 
 A fault that fails a check is printed with seed, number, what was expected and what was found; its directory is kept.
@@ -60,7 +60,9 @@ logging: {{every: 1, sample: 0}}
 RESTARTS = 3
 LIMIT = 150.0  # seconds for one run
 LEASE = 20.0  # seconds without heartbeats after which a node is lost, at the latest
-CLEAN_AFTER = 10.0  # seconds after which nothing of a run remains
+# Seconds after which nothing of a run remains. If the launcher was killed and a rank is stopped: the grace period, 8 s,
+# then ControlPersist of ssh, 5 s.
+CLEAN_AFTER = 15.0
 UNDO_AFTER = 30.0  # seconds after which a disk is repaired although no attempt has failed
 POLL = 0.01  # seconds
 DISK = 4 << 20  # bytes of the disk with the checkpoints

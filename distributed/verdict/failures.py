@@ -156,6 +156,7 @@ def gather(run: Path, clocks: Mapping[str, float] | None = None) -> Evidence:
     failures += _supervisor_records(attempt, facts, warnings, {failure.node for failure in connections})
     failures = [replace(one, time=_seconds({"time": one.time}, clocks.get(one.node, 0.0))) for one in failures]
     failures += connections
+    failures += _killed_agents(known, {agent["node"] for agent in agents}, failures)
     failures += _failed_agents(known, logs, recorded={failure.node for failure in failures})
     failures += _lost_nodes(attempt, known, failures, agents)
     failures = [failure for failure in failures if failure.node not in excluded]
@@ -318,6 +319,18 @@ def _supervisor_records(attempt: Path, facts: Json, warnings: list[str], disconn
             yield Failure(node, time=time, exit_code=128 + signal.SIGKILL, program="launcher")
         elif (message := text(record.get("message"))) and node not in disconnected:
             yield Failure(node, time=time, message=message)
+
+
+def _killed_agents(known: Evidence, reporting: set[str], failures: Sequence[Failure]) -> Iterator[Failure]:
+    """Agents that died of a signal: they have recorded nothing, although ranks have that lost their store.
+
+    reporting: nodes whose agents have recorded how their ranks ended.
+    """
+    reporting = reporting | {one.node for one in failures if one.rank is None}
+    of_ranks = {one.node for one in failures if one.rank is not None}
+    for node, code in known.exits.items():
+        if code > 128 and code not in STOP_CODES and node in of_ranks - reporting:
+            yield Failure(node, exit_code=code)
 
 
 def _failed_agents(known: Evidence, logs: Logs, recorded: set[str]) -> Iterator[Failure]:

@@ -522,7 +522,7 @@ def _details(verdict: Verdict, run: Path) -> Iterator[str]:
         yield f"{'other ranks' if hung else 'followed'}: {texts}{more}"
     if hung and (stacks := attempt / "hang.json").is_file():
         yield f"all stacks: {stacks}"
-    if log.is_file():
+    if os.path.isfile(log):  # the name of the node may be of any length
         yield f"all output of {verdict.node}: {log}"
 
 

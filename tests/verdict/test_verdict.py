@@ -535,6 +535,24 @@ def run(tmp_path: Path) -> RunDirectory:
     return RunDirectory(tmp_path)
 
 
+def test_a_killed_agent_is_the_cause_although_its_ranks_have_recorded_that_they_lost_their_store(
+    run: RunDirectory,
+) -> None:
+    run.start("n1")
+    run.file("node_n1.exit", "137\n")
+    for rank in (0, 1):
+        run.rank(rank, "DistNetworkError", "Connection reset by peer")
+    found = run.decide(137)
+    assert (found.cause, found.exit_code, found.rank) == (
+        "the agent on n1 died of SIGKILL; no clearer cause was recorded", 137, None,
+    )  # fmt: skip
+    run.rank(1, "ValueError", "boom")
+    assert run.decide(137).cause.startswith("rank 1 on n1 raised ValueError: boom")
+    run.ranks_ended("n1", r0=(137, False))
+    run.rank(1, "DistNetworkError", "Connection reset by peer")
+    assert run.decide(137).rank == 0
+
+
 def test_the_verdict_names_the_signal_that_stopped_the_ranks(run: RunDirectory) -> None:
     run.start("n1")
     # As recorded with pdsh, whose supervisors receive the signals that the launcher passes on.
