@@ -102,7 +102,7 @@ print_next_steps() {
   scripts/test_distributed.sh $NPROC
 
   # your own script, unchanged
-  $LAUNCH --script YOURS.py - $NPROC
+  scripts/run.sh -n $NPROC YOURS.py
 END
 }
 
