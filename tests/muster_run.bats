@@ -80,6 +80,7 @@ refused() { # <message, may be a pattern> <argument...>
     run --rdzv_endpoint=host:29500 "my script.py"
   refused "--node-rank 1: this call starts one machine; *" run --node-rank 1 "my script.py"
   refused "--no-python: ranks run Python; *" run --no-python "my script.py"
+  refused "--shutdown-timeout: leave it out; --grace SECONDS *" run --shutdown-timeout 9 "my script.py"
 }
 
 
@@ -96,7 +97,7 @@ refused() { # <message, may be a pattern> <argument...>
 
 @test "a call without a script, with an unknown option or a missing file is refused in the words of the call" {
   refused "SCRIPT: missing; name your script, or a module with -m" run
-  refused "SCRIPT: missing; name your script" run -n 2 --
+  refused "SCRIPT: missing; name your script, or a module with -m" run -n 2 --
   refused "--max-restart: unknown option; did you mean --max-restarts[?]" run --max-restart 1 "my script.py"
   refused "script 'none.py': no such file (in *" run none.py
   refused "-n: expected a number of processes from 1 to *" run -n 0 "my script.py"

@@ -62,7 +62,7 @@ def follow(header: str, file: str, dst: TextIO, finished: threading.Event, inter
         if finished.wait(interval) and not os.path.exists(file):  # the rank may have started and exited meanwhile
             return
     lines = RankLines()
-    with open(file, "rb") as output, contextlib.suppress(BrokenPipeError):  # nobody reads the console
+    with open(file, "rb") as output, contextlib.suppress(BrokenPipeError):  # the reader of the console has exited
         while True:
             last = finished.is_set()
             block = output.read(BLOCK)

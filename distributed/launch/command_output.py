@@ -44,6 +44,7 @@ class CommandOutput:
         self._output_metrics: OutputMetrics | None = None
 
     def use(self, env: Environment) -> None:
+        """Read the variables of the command that describe its output."""
         self._metrics, self._progress = (os.fsdecode(env.get(name, b"")) for name in (b"MUSTER_METRICS", PROGRESS))
         self._terminal = b"MUSTER_TERMINAL" in env
 

@@ -127,6 +127,7 @@ class Pdsh(Ssh):
 
     def request(self, watch: Watch, request: str) -> None:
         seconds = SIGNAL_TIMEOUT if request.startswith("signal") else REQUEST_TIMEOUT
+        supervisor = watch.node_start.supervisor
         nodes = [node for node in watch.run.nodes if watch.nodes[node.node].is_unended]
         if watch.is_for_all(request):
             nodes += [node for node in watch.run.nodes if node.node in watch.nodes.waiting]
@@ -138,14 +139,7 @@ class Pdsh(Ssh):
 
         for node in nodes:
             if not watch.lost_nodes.is_lost(node.node):
-                call = [
-                    *watch.node_start.supervisor,
-                    *request.split(" ", 1),
-                    "--dir",
-                    str(watch.directory),
-                    "--name",
-                    node.node,
-                ]
+                call = [*supervisor, *request.split(" ", 1), "--dir", str(watch.directory), "--name", node.node]
                 command = self.commands.command(node, call, watch.options.cwd)
                 watch.calls.call(node.node, command, replied, timeout=seconds)
 

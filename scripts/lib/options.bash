@@ -148,8 +148,11 @@ set_option() { # <option> <its value, or 1 for a flag>
     --env-file) read_env_file "$2" ;;
     --fetch) FETCHED+=("$2") ;;
     *)
-      [[ ! ${VARIABLE_OF[$1]-} ]] || printf -v "${VARIABLE_OF[$1]}" '%s' "$2"
-      [[ ${VARIABLE_OF[$1]-} ]] || take_torchrun_option "$1" "$2"
+      if [[ ${VARIABLE_OF[$1]-} ]]; then
+        printf -v "${VARIABLE_OF[$1]}" '%s' "$2"
+      else
+        take_unlisted_option "$1" "$2" # of place.bash
+      fi
       ;;
   esac
 }

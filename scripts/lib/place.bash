@@ -33,9 +33,13 @@ accept_unlisted_options() {
 }
 
 
-# Do what torchrun's option means, or refuse it. Also takes the options of sbatch.
-take_torchrun_option() { # <option> <value, or 1>
+# Pass an option of sbatch on. Do what an option of torchrun means, or refuse it.
+take_unlisted_option() { # <option> <value, or 1>
   local by_hand="to name the nodes: --on NODE,NODE...; to start each node by hand: muster node"
+  if [[ " ${SBATCH_NAMES[*]} " == *" $1 "* ]]; then
+    SBATCH_OPTIONS+=("--sbatch=$1=$2")
+    return
+  fi
   case $1 in
     --sbatch) SBATCH_OPTIONS+=("--sbatch=$2") ;;
     --standalone | --local-addr | --start-method | --monitor-interval) ;; # what Muster does, or has no need for
@@ -47,10 +51,8 @@ take_torchrun_option() { # <option> <value, or 1>
     --rdzv-*) die_usage "$1: the launcher chooses how ranks find each other; leave it out; $by_hand" ;;
     --no-python | --run-path)
       die_usage "$1: ranks run Python; leave it out, and start another program from a script, such as with subprocess" ;;
-    --*)
-      [[ " ${SBATCH_NAMES[*]} " != *" $1 "* ]] || { SBATCH_OPTIONS+=("--sbatch=$1=$2") && return; }
-      die_usage "$1: only torchrun's own agent has this option; leave it out, or call torchrun"
-      ;;
+    --shutdown-timeout) die_usage "$1: leave it out; --grace SECONDS is the time for a checkpoint" ;;
+    *) die_usage "$1: only torchrun's own agent has this option; leave it out, or call torchrun" ;;
   esac
 }
 
@@ -64,9 +66,8 @@ take_script() { # <argument...>
   fi
   [[ ! $SCRIPT ]] || die_usage "--script '$SCRIPT': write SCRIPT without --script, behind the options"
   if [[ ! $MODULE ]]; then
-    (($#)) || die_usage "SCRIPT: missing; name your script"
-    SCRIPT=$1
-    shift
+    SCRIPT=${1-}
+    set -- "${@:2}"
   fi
   [[ ${1-} != -- ]] || shift
   SCRIPT_ARGS=("$@")
@@ -110,7 +111,7 @@ run_at_place() {
     submit_job
   elif [[ $ON$HOSTFILE ]]; then
     check_call_on_nodes ${ON:+"$ON"}
-    [[ $PDSH ]] || ssh_run_nodes ssh
+    [[ $PDSH ]] || ssh_run_nodes ssh # replaces this process
     check_pdsh
     ssh_run_nodes pdsh
   elif in_allocation; then

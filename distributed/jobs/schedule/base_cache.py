@@ -147,7 +147,7 @@ def prune(cwd: Path, keep: Collection[str] | None = None) -> tuple[list[str], li
     for name in sorted({*base_model.names_in(directory), *base_model.names_in(directory, base_model.STAGED)}):
         path = os.path.join(directory, name)
         file = None
-        with contextlib.suppress(PermissionError):  # another user lets nobody open the lock
+        with contextlib.suppress(PermissionError):  # no other user can open the lock
             file = base_model.lock(directory, name, exclusive=True)
         if file is None:
             in_use.append(name)
