@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 #
-# Write the HTML report of a run, or a page that compares several runs, and print its path. The page needs no network.
+# Write the HTML report of a run, or a page that compares runs. It prints the path of the page, which needs no network.
 #
 # Usage: report.sh [options] [RUN...]
 #        muster report ...

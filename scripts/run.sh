@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 #
-# Run a script on this machine, on machines over SSH, or on a SLURM cluster.
+# Run a script on this machine, over SSH, or on SLURM.
 #
 # Usage: run.sh [options] SCRIPT [ARGUMENT...]
 #        run.sh [options] -m MODULE [ARGUMENT...]

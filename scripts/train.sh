@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 #
-# Train with train.py on this machine, over SSH, or on a SLURM cluster.
+# Train with Muster's trainer on this machine, over SSH, or on SLURM.
 #
 # Usage: train.sh [options] CONFIG [SECTION.KEY=VALUE...]
 #        muster train ...
@@ -9,7 +9,7 @@
 #     muster train -n 2 --on node1,node2 config/quickstart.yaml train.steps=99
 #
 # Options stand before CONFIG, a settings file. What follows CONFIG changes its
-# settings.
+# settings. The trainer is train.py.
 #
 #   (as run.sh except -m)
 #   --help-all           show all options and the exit codes

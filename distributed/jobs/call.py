@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import difflib
+import os
 import re
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, NoReturn
@@ -19,11 +21,12 @@ PROGRAM = "run_distributed_training.py"
 TWO_PHASE = "run_two_phase_training.py"
 RESULTS = Path("results.json")  # default of --log-file
 PROGRAMS = (PROGRAM, TWO_PHASE, "distributed_train_helper.py")
+VERB = os.environ.pop("MUSTER_VERB", "")  # with which scripts/muster has called this program; empty: called by its path
 
 
 def command_line(arguments: str, log_file: Path) -> str:
     """A command of the running program, ready to paste into a shell."""
-    start = f"python {shlex.quote(sys.argv[0])}" if Path(sys.argv[0]).name in PROGRAMS else PROGRAM
+    start = f"python {shlex.quote(sys.argv[0])}" if Path(sys.argv[0]).name in PROGRAMS and not VERB else program_name()
     option = "" if log_file == RESULTS else f" --log-file {shlex.quote(str(log_file))}"
     return f"{start} {arguments}{option}"
 
@@ -31,7 +34,17 @@ def command_line(arguments: str, log_file: Path) -> str:
 def program_name() -> str:
     """The name of the running program, for messages."""
     name = Path(sys.argv[0]).name
-    return name if name in PROGRAMS else PROGRAM
+    return f"muster {VERB}" if VERB else name if name in PROGRAMS else PROGRAM
+
+
+def with_verbs(text: str) -> str:
+    """A help text with what this call's user can type for the names of programs."""
+    return text.replace(PROGRAM, "muster jobs").replace(TWO_PHASE, "muster two-phase") if VERB else text
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown word: the known word that is most like it, if one is like it."""
+    return "".join(f"; did you mean {each}?" for each in difflib.get_close_matches(word, known, n=1))
 
 
 def say(line: str) -> None:
@@ -47,7 +60,10 @@ class CommandParser(argparse.ArgumentParser):
     """Raises CallError, where argparse would print and exit, also for words in scripts/lib/removed_words.list."""
 
     def error(self, message: str) -> NoReturn:
-        raise CallError(removed(re.findall(r"[\w-]+", message)) or message)
+        words = re.findall(r"[\w-]+", message)
+        if unknown := re.match(r"unrecognized arguments: (-[\w-]*)", message):
+            message += did_you_mean(unknown[1], re.findall(r"--[\w-]+", self.format_help()))
+        raise CallError(removed(words) or message)
 
 
 def journal_of(results: Path) -> Path:

@@ -69,10 +69,12 @@ from distributed.jobs.call import (
     CallError,
     CommandParser,
     ListOptions,
+    did_you_mean,
     journal_of,
     positive,
     program_name,
     results_file,
+    with_verbs,
 )
 from distributed.jobs.journal import journal
 from distributed.jobs.journal.journal import JournalError
@@ -130,7 +132,7 @@ def main(
         if "--help" in arguments or "-h" in arguments:
             code = 0
             parser = parser_of(arguments[0])
-            sys.stdout.write(parser.format_help() if parser else help_text or "")
+            sys.stdout.write(parser.format_help() if parser else with_verbs(help_text or ""))
         elif "--version" in arguments[:1]:
             code = 0
             print(f"Muster {version()}")
@@ -175,6 +177,7 @@ def execute_subcommand(arguments: list[str]) -> int | None:
             raise CallError(f"{path}: contains no job list; rerun the command that starts the list")
         return SUBCOMMANDS[arguments[0]](options, path)
     if arguments and not arguments[0].startswith("-"):
-        known = [*SUBCOMMANDS, *(["cache"] if program_name() == TWO_PHASE else [])]
-        raise CallError(f"{arguments[0]}: unknown command; known commands: {', '.join(known)}")
+        known = [*SUBCOMMANDS, *(["cache"] if Path(sys.argv[0]).name == TWO_PHASE else [])]
+        hint = did_you_mean(arguments[0], known) or f"; known commands: {', '.join(known)}"
+        raise CallError(f"{arguments[0]}: unknown command{hint}")
     return None

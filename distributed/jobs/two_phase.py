@@ -92,7 +92,7 @@ def subcommand_parser(name: str) -> CommandParser | None:
 
 def cache_parser() -> CommandParser:
     """The parser of `cache`."""
-    parser = CommandParser(prog=f"{call.TWO_PHASE} cache", allow_abbrev=False)
+    parser = CommandParser(prog=f"{call.program_name()} cache", allow_abbrev=False)
     parser.description = "List or prune the base models in the cache of the working directory."
     parser.add_argument("what", choices=("list", "prune"), help="list the base models; remove damaged base models and "
         "incomplete copies")  # fmt: skip

@@ -246,6 +246,27 @@ usage() { # [file; default: this program]
 }
 
 
+# Print the end of a message about an unknown word: the known word from which it differs in at most two adjacent letters,
+# or in two letters that are exchanged.
+did_you_mean() { # <unknown word> <known word...>
+  local known same_start same_end longer
+  for known in "${@:2}"; do
+    same_start=0 same_end=0
+    while ((same_start < ${#known})) && [[ ${1:same_start:1} == "${known:same_start:1}" ]]; do
+      same_start=$((same_start + 1))
+    done
+    while ((same_end < ${#known} - same_start)) && [[ ${1: -1-same_end:1} == "${known: -1-same_end:1}" ]]; do
+      same_end=$((same_end + 1))
+    done
+    longer=$((${#1} > ${#known} ? ${#1} : ${#known}))
+    if ((same_start + same_end >= longer - 2 && same_start + same_end > 0)) && [[ $known != -? ]]; then
+      printf '; did you mean %s?\n' "$known"
+      return
+    fi
+  done
+}
+
+
 show_version() {
   printf 'Muster %s\n' "$(<"$KIT/VERSION")"
 }

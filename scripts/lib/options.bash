@@ -170,7 +170,7 @@ refuse_option() { # <option>
   hint=$(explain_familiar_option "$1")
   if [[ ! $hint ]]; then
     [[ ! ${VALUE_NAME[--]-} ]] || hint="; arguments of your script go after --"
-    hint+=$(suggest_option "$1")
+    hint+=$(did_you_mean "${1%%=*}" "${!VALUE_NAME[@]}")
   fi
   die_usage "$1: unknown option$hint"
 }
@@ -200,26 +200,6 @@ explain_familiar_option() { # <unknown option>
       { printf '; give %s without an option: %s\n' "$meaning" "${line#Usage: }" && return; }
     [[ $meaning != LEVEL || ! ${VALUE_NAME[--]-} ]] ||
       { printf '; arguments of train.py and of your script go after --\n' && return; }
-  done
-}
-
-
-# Print a hint with a known option that differs from the unknown option in at most two adjacent letters.
-suggest_option() { # <unknown option>
-  local known option=${1%%=*} same_start same_end
-  for known in "${!VALUE_NAME[@]}"; do
-    [[ $known == --?* ]] || continue
-    same_start=0 same_end=0
-    while ((same_start < ${#known})) && [[ ${option:same_start:1} == "${known:same_start:1}" ]]; do
-      same_start=$((same_start + 1))
-    done
-    while ((same_end < ${#known} - same_start)) && [[ ${option: -1-same_end:1} == "${known: -1-same_end:1}" ]]; do
-      same_end=$((same_end + 1))
-    done
-    if ((same_start + same_end >= (${#option} > ${#known} ? ${#option} : ${#known}) - 2)); then
-      printf '; did you mean %s?\n' "$known"
-      return
-    fi
   done
 }
 
