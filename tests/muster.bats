@@ -29,8 +29,8 @@ copy_with_program() { # <suffix of the program> <its text on standard input>
   [ "$(sed -n 's/^  \([a-z-]*\)  *[A-Z].*/\1/p' <<<"$output" | xargs)" = \
     "run train jobs two-phase status stop report doctor test" ]
   [ -z "$(grep -E '.{81}' <<<"$output")" ]
-  [[ "$output" == *$'\n  stop       Stop a run, and check that none of its processes remains on any node\n'* ]]
-  [[ "$output" == *$'\n  jobs       Run a list of training jobs\n'* ]]
+  [[ "$output" == *$'\n  stop      Stop a run, and check that none of its processes remains on any node\n'* ]]
+  [[ "$output" == *$'\n  jobs      Run a list of training jobs\n'* ]]
   [ "$("$MUSTER" --help)" = "$output" ]
   [ "$("$MUSTER" help help)" = "$output" ]
   run -2 --separate-stderr "$MUSTER"
