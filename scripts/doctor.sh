@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 #
-# Check whether this machine, or a list of nodes, is ready for training. It prints how to repair what is not.
+# Check whether this machine, or a list of nodes, is ready to train. It prints how to repair what is not.
 #
 # Usage: doctor.sh [options] [NODE...]
 #        muster doctor ...

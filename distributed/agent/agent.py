@@ -92,6 +92,7 @@ class Agent:
         try:
             self._run_ranks()
             if not self.failures and not self._finish():
+                self._warn_of_equal_ranks()
                 return 0
         except StopRequested as request:
             return self.handle_stop_signal(request.number)
@@ -221,6 +222,11 @@ class Agent:
     def _finish(self) -> RunEnd | None:
         """Wait until the ranks of all nodes have succeeded. Returns why the run has to stop, or None."""
         return self.end_of_run() or (self.membership.finish(wait=self._pause) if self.membership else None)
+
+    def _warn_of_equal_ranks(self) -> None:
+        if self.rendezvous.total > 1 and self.rendezvous.is_store_unused():
+            log(f"warning: {self.rendezvous.total} ranks ran, and none joined a process group through MASTER_PORT: they "
+                "did the same work, unless the script divides it by RANK")  # fmt: skip
 
     def _on_stop_signal(self, number: int, _: FrameType | None) -> None:
         if not (self._pipes and self._pipes.pass_on(number)):

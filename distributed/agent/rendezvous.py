@@ -47,6 +47,7 @@ class Rendezvous:
 
     def __init__(self, options: Options, script: Script) -> None:
         self.membership: Membership | None = None
+        self.total = 0  # number of ranks of the run
         self._nodes, self._processes, self._script = options.nnodes, options.nproc_per_node, script
         self._timeout = options.join_timeout
         self._name = "" if options.rdzv_id == NO_RUN_ID else options.rdzv_id
@@ -68,6 +69,7 @@ class Rendezvous:
             run, ranks = publish(self._connect(), self._name, facts), Ranks(0, self._processes)
         else:
             run, ranks = self._join(facts)
+        self.total = ranks.total
         attempt, shared = Attempt.parse(run.facts.get("attempt", "")), {"TORCHELASTIC_USE_AGENT_STORE": "True"}
         worlds = [
             World(
@@ -78,6 +80,13 @@ class Rendezvous:
         ]  # fmt: skip
         variables = [as_env(world, run.name) for world in worlds]
         return [one | attempt.variables(one) | shared for one in variables]
+
+    def is_store_unused(self) -> bool:
+        """Whether only agents have written to the store, which this node serves. False if that cannot be known."""
+        if self._rank == 0 and hasattr(self._store, "list_keys"):  # some versions of PyTorch do not have it
+            with suppress(RuntimeError):
+                return all(key.startswith("muster/") for key in self._store.list_keys())
+        return False
 
     def _join(self, facts: MemberFacts) -> tuple[PublishedRun, Ranks]:
         address, names = f"{self._address}:{self._port}", os.environ.get("MUSTER_NODES", "").split()

@@ -565,6 +565,11 @@ def test_a_task_of_srun_gets_the_environment_that_torchrun_sets(tmp_path: Path) 
 
 # ---------------------------------------------------------------- end of a launch
 
+EQUAL_RANKS = (
+    "agent: warning: {} ranks ran, and none joined a process group through MASTER_PORT: they did the same work, unless "
+    "the script divides it by RANK\n"
+)
+
 
 def command(ranks: int, body: str, agent: list[str]) -> list[str]:
     """Write the script; return the command line that starts it. The current directory is the run directory."""
@@ -657,7 +662,27 @@ def test_a_killed_rank_is_recorded_with_its_exit_code() -> None:
 def test_a_rank_that_exits_with_0_by_exit_or_exec_is_a_success() -> None:
     exits = ["pass", "os._exit(0)", "os.execlp('true', 'true')"]
     done = launch(3, f"exec({exits}[rank])\n")
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (0, EQUAL_RANKS.format(3))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "body", "warning"),
+    [
+        (2, "print('done')", EQUAL_RANKS.format(2)),
+        (1, "print('done')", ""),
+        (2, "from torch.distributed import *; init_process_group('gloo'); destroy_process_group()", ""),
+        (2, "import subprocess; exec(CHILD)", ""),  # a program that the script starts joins the others
+    ],
+)
+def test_ranks_that_never_join_a_process_group_are_named_once(ranks: int, body: str, warning: str) -> None:
+    child = "from torch.distributed import *; init_process_group('gloo'); barrier()"
+    call = f"subprocess.run([sys.executable, '-c', {child!r}], check=True)"
+    done = launch(ranks, body.replace("CHILD", repr(call)))
+    assert (done.returncode, done.stderr) == (0, warning)
+
+
+def test_a_failed_run_is_not_said_to_have_done_the_same_work_twice() -> None:
+    assert "the same work" not in launch(2, "sys.exit(rank)").stderr
 
 
 def test_output_of_a_rank_that_exits_at_once_is_copied(tmp_path: Path) -> None:
