@@ -64,6 +64,7 @@ refused() { # <message, may be a pattern> <argument...>
 @test "a command line of torchrun starts the same ranks" {
   local call
   for call in "--nproc_per_node=2 --standalone" "--standalone --nproc-per-node 2 --nnodes=1:1 --node_rank 0" \
+    "--nproc-per-node=2 --rdzv_backend=c10d --rdzv-endpoint=localhost:0 --rdzv_id=7 --nnodes=1" \
     "--nproc-per-node 2 --master_addr localhost --master_port 29471 --max_restarts=0 --tee 3 -r 3"; do
     # shellcheck disable=SC2086 # several arguments
     run -0 --separate-stderr "$MUSTER" run $call "my script.py" --a_b c
@@ -76,8 +77,7 @@ refused() { # <message, may be a pattern> <argument...>
 @test "options of torchrun for several machines are refused with the call that starts them" {
   refused "--nnodes 2: this call starts one machine; to name the nodes: --on NODE,NODE...; *: muster node" \
     run --nnodes 2 "my script.py"
-  refused "--rdzv-endpoint: the launcher chooses how ranks find each other; leave it out; *" \
-    run --rdzv_endpoint=host:29500 "my script.py"
+  refused "--rdzv-endpoint host:29500: this call starts one machine; *" run --rdzv_endpoint=host:29500 "my script.py"
   refused "--node-rank 1: this call starts one machine; *" run --node-rank 1 "my script.py"
   refused "--no-python: ranks run Python; *" run --no-python "my script.py"
   refused "--shutdown-timeout: leave it out; --grace SECONDS *" run --shutdown-timeout 9 "my script.py"

@@ -225,8 +225,8 @@ class Agent:
 
     def _warn_of_equal_ranks(self) -> None:
         if self.rendezvous.total > 1 and self.rendezvous.is_store_unused():
-            log(f"warning: {self.rendezvous.total} ranks ran, and none joined a process group through MASTER_PORT: they "
-                "did the same work, unless the script divides it by RANK")  # fmt: skip
+            log(f"warning: {self.rendezvous.total} ranks ran, and none joined a process group through MASTER_PORT: "
+                "they did the same work, unless the script divides it by RANK")  # fmt: skip
 
     def _on_stop_signal(self, number: int, _: FrameType | None) -> None:
         if not (self._pipes and self._pipes.pass_on(number)):

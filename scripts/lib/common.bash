@@ -246,20 +246,22 @@ usage() { # [file; default: this program]
 }
 
 
-# Print the end of a message about an unknown word: the known word from which it differs in at most two adjacent letters,
-# or in two letters that are exchanged.
+# Print the end of a message about an unknown word: the known word that is like it. Both begin and end alike, except for
+# at most two adjacent letters.
 did_you_mean() { # <unknown word> <known word...>
-  local known same_start same_end longer
+  local known word=${1#-} other start end longer
+  word=${word#-}
   for known in "${@:2}"; do
-    same_start=0 same_end=0
-    while ((same_start < ${#known})) && [[ ${1:same_start:1} == "${known:same_start:1}" ]]; do
-      same_start=$((same_start + 1))
+    other=${known#-} start=0 end=0
+    other=${other#-}
+    while ((start < ${#other})) && [[ ${word:start:1} == "${other:start:1}" ]]; do
+      start=$((start + 1))
     done
-    while ((same_end < ${#known} - same_start)) && [[ ${1: -1-same_end:1} == "${known: -1-same_end:1}" ]]; do
-      same_end=$((same_end + 1))
+    while ((end < ${#other} - start)) && [[ ${word: -1-end:1} == "${other: -1-end:1}" ]]; do
+      end=$((end + 1))
     done
-    longer=$((${#1} > ${#known} ? ${#1} : ${#known}))
-    if ((same_start + same_end >= longer - 2 && same_start + same_end > 0)) && [[ $known != -? ]]; then
+    longer=$((${#word} > ${#other} ? ${#word} : ${#other}))
+    if ((start + end >= longer - 2 && 2 * (start + end) >= longer - 1 && ${#other} > 1)); then
       printf '; did you mean %s?\n' "$known"
       return
     fi

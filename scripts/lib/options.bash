@@ -36,7 +36,7 @@ declare -A VARIABLE_OF=(
 # variables of VARIABLE_OF, or arguments in usage lines.
 declare -A FAMILIAR=(
   [--nproc]=NPROC [--nproc-per-node]=NPROC [--ntasks]=NPROC [--ntasks-per-node]=NPROC [-n]=NPROC
-  [--np]=NPROC [--num-processes]=NPROC [--num-gpus]=NPROC [--gpus]=NPROC [--gpus-per-node]=NPROC
+  [--np]=NPROC [--num-accelerators]=NPROC [--num-processes]=NPROC [--num-gpus]=NPROC [--gpus]=NPROC [--gpus-per-node]=NPROC
   [--nnodes]="NNODES NODE" [--nodes]="NNODES NODE" [--num-nodes]="NNODES NODE" [-N]="NNODES NODE"
   [--nodelist]=NODE [--hosts]=NODE [--host]=NODE [-H]=NODE [-w]=NODE
   [--node-rank]=NODE_RANK [--machine-rank]=NODE_RANK [--master-addr]=MASTER_ADDR [--main-process-ip]=MASTER_ADDR
@@ -167,10 +167,12 @@ show_help() {
 refuse_option() { # <option>
   local hint
   refuse_removed "${1%%=*}"
+  [[ ! $TAKE_SCRIPT ]] || refuse_option_of_others "${1%%=*}"
   hint=$(explain_familiar_option "$1")
   if [[ ! $hint ]]; then
-    [[ ! ${VALUE_NAME[--]-} ]] || hint="; arguments of your script go after --"
-    hint+=$(did_you_mean "${1%%=*}" "${!VALUE_NAME[@]}")
+    hint=$(did_you_mean "${1%%=*}" "${!VALUE_NAME[@]}")
+    [[ ! ${VALUE_NAME[--]-} ]] || hint="; arguments of your script go after --$hint"
+    [[ ! $TAKE_SCRIPT || $hint ]] || hint='; options of your script go behind its name'
   fi
   die_usage "$1: unknown option$hint"
 }
@@ -182,6 +184,17 @@ refuse_removed() { # <option or variable>
   while IFS= read -r line; do
     [[ $line != "$1: "* ]] || die_usage "$line"
   done <"$KIT/scripts/lib/removed_words.list"
+}
+
+
+# Refuse an option of another launcher with what to do instead.
+refuse_option_of_others() { # <option, with dashes>
+  local names remedy
+  while IFS= read -r remedy; do
+    names=${remedy%%: *}
+    # shellcheck disable=SC2053 # names are patterns
+    [[ $1 != @($names) ]] || die_usage "$1: ${remedy#"$names: "}"
+  done <"$KIT/scripts/lib/other_launchers.list"
 }
 
 

@@ -7,14 +7,13 @@
 
 # shellcheck disable=SC2034 # other files use these variables
 SBATCH_OPTIONS=() # options of sbatch
-# Options of torchrun that Muster does not have under these names, and names of their values.
+# Options of torchrun that mean here what they mean there, and that the help does not list; names of their values.
+# other_launchers.list has those that are refused.
 declare -A TORCHRUN_OPTIONS=(
-  [--standalone]=none [--no-python]=none [--run-path]=none [--nnodes]=N [--node-rank]=RANK [--master-addr]=ADDRESS
-  [--local-addr]=ADDRESS [--tee]=STREAMS [-t]=STREAMS [--redirects]=STREAMS [-r]=STREAMS [--rdzv-backend]=NAME
-  [--rdzv-endpoint]=ADDRESS [--rdzv-id]=ID [--rdzv-conf]=CONF [--role]=NAME [--start-method]=NAME
-  [--monitor-interval]=SECONDS [--shutdown-timeout]=SECONDS [--local-ranks-filter]=RANKS [--logs-specs]=NAME
-  [--event-log-handler]=NAME [--numa-binding]=NAME [--signals-to-handle]=NAMES [--virtual-local-rank]=none
-  [--duplicate-stdout-filters]=TEXT [--duplicate-stderr-filters]=TEXT
+  [--standalone]=none [--nnodes]=N [--node-rank]=RANK [--master-addr]=ADDRESS [--local-addr]=ADDRESS
+  [--tee]=STREAMS [-t]=STREAMS [--redirects]=STREAMS [-r]=STREAMS [--local-ranks-filter]=RANKS
+  [--duplicate-stdout-filters]=TEXT [--duplicate-stderr-filters]=TEXT [--rdzv-backend]=NAME [--rdzv-endpoint]=ADDRESS
+  [--rdzv-id]=ID [--rdzv-conf]=CONF [--start-method]=NAME [--monitor-interval]=SECONDS
 )
 # Options of sbatch that need no --sbatch.
 SBATCH_NAMES=(--time --partition --account --qos --mem --gpus-per-node --constraint --reservation --job-name)
@@ -33,26 +32,22 @@ accept_unlisted_options() {
 }
 
 
-# Pass an option of sbatch on. Do what an option of torchrun means, or refuse it.
+# Pass an option of sbatch on. Do what an option of torchrun means, or refuse its value.
 take_unlisted_option() { # <option> <value, or 1>
-  local by_hand="to name the nodes: --on NODE,NODE...; to start each node by hand: muster node"
-  if [[ " ${SBATCH_NAMES[*]} " == *" $1 "* ]]; then
-    SBATCH_OPTIONS+=("--sbatch=$1=$2")
+  local one_machine="this call starts one machine; to name the nodes: --on NODE,NODE...; to start each node by hand: muster node"
+  if [[ " --sbatch ${SBATCH_NAMES[*]} " == *" $1 "* ]]; then
+    [[ $1 == --sbatch ]] || set -- "$1" "$1=$2"
+    SBATCH_OPTIONS+=("--sbatch=$2")
     return
   fi
   case $1 in
-    --sbatch) SBATCH_OPTIONS+=("--sbatch=$2") ;;
-    --standalone | --local-addr | --start-method | --monitor-interval) ;; # what Muster does, or has no need for
-    --tee | -t | --redirects | -r | --local-ranks-filter | --logs-specs | --duplicate-std*)
+    --tee | -t | --redirects | -r | --local-ranks-filter | --duplicate-std*)
       log "$1: the output of all ranks is in the run directory; --console-rank chooses the rank that is shown" ;;
-    --nnodes) [[ $2 == @(1|1:1) ]] || die_usage "$1 $2: this call starts one machine; $by_hand" ;;
-    --node-rank) [[ $2 == 0 ]] || die_usage "$1 $2: this call starts one machine; $by_hand" ;;
-    --master-addr) [[ $2 == @(localhost|127.0.0.1|::1) ]] || die_usage "$1 $2: this call starts one machine; $by_hand" ;;
-    --rdzv-*) die_usage "$1: the launcher chooses how ranks find each other; leave it out; $by_hand" ;;
-    --no-python | --run-path)
-      die_usage "$1: ranks run Python; leave it out, and start another program from a script, such as with subprocess" ;;
-    --shutdown-timeout) die_usage "$1: leave it out; --grace SECONDS is the time for a checkpoint" ;;
-    *) die_usage "$1: only torchrun's own agent has this option; leave it out, or call torchrun" ;;
+    --nnodes) [[ $2 == @(1|1:1) ]] || die_usage "$1 $2: $one_machine" ;;
+    --node-rank) [[ $2 == 0 ]] || die_usage "$1 $2: $one_machine" ;;
+    --master-addr) [[ $2 == @(localhost|127.0.0.1|::1) ]] || die_usage "$1 $2: $one_machine" ;;
+    --rdzv-endpoint) [[ $2 == @(localhost|127.0.0.1|0.0.0.0|\[::1\]|::1|)?(:*([0-9])) ]] || die_usage "$1 $2: $one_machine" ;;
+    *) ;; # what Muster does, or has no need for: the launcher chooses how ranks find each other
   esac
 }
 
