@@ -34,7 +34,8 @@ accept_unlisted_options() {
 
 # Pass an option of sbatch on. Do what an option of torchrun means, or refuse its value.
 take_unlisted_option() { # <option> <value, or 1>
-  local one_machine="this call starts one machine; to name the nodes: --on NODE,NODE...; to start each node by hand: muster node"
+  local one_machine="this call starts one machine; to name the nodes: --on NODE,NODE...; to start each node by hand:"
+  one_machine+=" muster node"
   if [[ " --sbatch ${SBATCH_NAMES[*]} " == *" $1 "* ]]; then
     [[ $1 == --sbatch ]] || set -- "$1" "$1=$2"
     SBATCH_OPTIONS+=("--sbatch=$2")
@@ -46,7 +47,8 @@ take_unlisted_option() { # <option> <value, or 1>
     --nnodes) [[ $2 == @(1|1:1) ]] || die_usage "$1 $2: $one_machine" ;;
     --node-rank) [[ $2 == 0 ]] || die_usage "$1 $2: $one_machine" ;;
     --master-addr) [[ $2 == @(localhost|127.0.0.1|::1) ]] || die_usage "$1 $2: $one_machine" ;;
-    --rdzv-endpoint) [[ $2 == @(localhost|127.0.0.1|0.0.0.0|\[::1\]|::1|)?(:*([0-9])) ]] || die_usage "$1 $2: $one_machine" ;;
+    --rdzv-endpoint)
+      [[ $2 == @(localhost|127.0.0.1|0.0.0.0|'[::1]'|::1|)?(:*([0-9])) ]] || die_usage "$1 $2: $one_machine" ;;
     *) ;; # what Muster does, or has no need for: the launcher chooses how ranks find each other
   esac
 }
