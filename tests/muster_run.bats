@@ -74,6 +74,50 @@ refused() { # <message, may be a pattern> <argument...>
 }
 
 
+@test "command lines of torchrun from the READMEs of eleven public repositories start the same ranks" {
+  local line
+  mkdir -p scripts tools vla-scripts torchtitan configs
+  # Each rank writes what it got.
+  cat >train.py <<'END'
+import json, os, sys
+with open(f"got-{os.environ['RANK']}", "w") as file:
+    json.dump([os.environ["WORLD_SIZE"], os.path.relpath(sys.argv[0]), sys.argv[1:]], file)
+END
+  for line in train_gpt.py tools/train.py vla-scripts/finetune.py scripts/base_train.py torchtitan/train.py \
+    example_chat_completion.py legacy_train.py ubx_bench.py; do
+    cp train.py "$line"
+  done
+  # nanoGPT, nanochat, modded-nanogpt, DiT, RT-DETR (two), llama, OpenVLA, stanford_alpaca, timm, torchtitan, NCCL's ubx
+  cat >lines <<'END'
+--standalone --nproc_per_node=2 train.py config/train_gpt2.py
+--standalone --nproc_per_node=2 -m scripts.base_train -- --depth=12 --run="d12" --model-tag="d12"
+--standalone --nproc_per_node=2 train_gpt.py
+--nnodes=1 --nproc_per_node=2 train.py --model DiT-XL/2 --data-path /path/to/imagenet/train
+--nproc_per_node=2 --master-port=8989 tools/train.py -c path/to/config -r path/to/checkpoint --test-only
+--nproc_per_node 1 example_chat_completion.py --ckpt_dir llama-2-7b-chat/ --max_seq_len 512 --max_batch_size 6
+--standalone --nnodes 1 --nproc-per-node 2 vla-scripts/finetune.py --vla_path "openvla/openvla-7b" --lora_rank 32
+--nproc_per_node=2 --master_port=29471 train.py --bf16 True --fsdp "full_shard auto_wrap" --tf32 True
+--nproc_per_node=2 legacy_train.py /data --model resnet50 -b 32 -j 4 --amp
+--nproc_per_node=2 --rdzv_backend c10d --rdzv_endpoint="localhost:0" --local-ranks-filter 0 --role rank --tee 3 -m torchtitan.train --job.config_file ./debug_model.toml
+--nproc-per-node=2 -m ubx_bench all_reduce -b 1K -e 128M -f 2 --backend ubx,nccl -n 5 -w 2
+END
+  "$WITH_TORCH/bin/python" - >expected <<'END'
+import json, shlex
+from torch.distributed.run import parse_args
+for line in open("lines"):
+    call = parse_args(shlex.split(line))
+    name = call.training_script.replace(".", "/") + ".py" if call.module else call.training_script
+    print(json.dumps([call.nproc_per_node, name, call.training_script_args]))
+END
+  while IFS= read -r line; do
+    rm -f got-*
+    eval "run -0 \"\$MUSTER\" run $line"
+    [ "$(sort -u got-*)" = "$(head -n 1 expected)" ] || { cat got-* && head -n 1 expected && return 1; }
+    sed -i 1d expected
+  done <lines
+}
+
+
 @test "options of torchrun for several machines are refused with the call that starts them" {
   refused "--nnodes 2: this call starts one machine; to name the nodes: --on NODE,NODE...; *: muster node" \
     run --nnodes 2 "my script.py"

@@ -13,7 +13,7 @@ declare -A TORCHRUN_OPTIONS=(
   [--standalone]=none [--nnodes]=N [--node-rank]=RANK [--master-addr]=ADDRESS [--local-addr]=ADDRESS
   [--tee]=STREAMS [-t]=STREAMS [--redirects]=STREAMS [-r]=STREAMS [--local-ranks-filter]=RANKS
   [--duplicate-stdout-filters]=TEXT [--duplicate-stderr-filters]=TEXT [--rdzv-backend]=NAME [--rdzv-endpoint]=ADDRESS
-  [--rdzv-id]=ID [--rdzv-conf]=CONF [--start-method]=NAME [--monitor-interval]=SECONDS
+  [--rdzv-id]=ID [--rdzv-conf]=CONF [--start-method]=NAME [--monitor-interval]=SECONDS [--role]=NAME
 )
 # Options of sbatch that need no --sbatch.
 SBATCH_NAMES=(--time --partition --account --qos --mem --gpus-per-node --constraint --reservation --job-name)
