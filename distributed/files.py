@@ -22,6 +22,15 @@ def version() -> str:
         return file.read().strip()
 
 
+def command_of(verb: str) -> list[str]:
+    """The start of a command line that calls a program of Muster: by its verb if the user can type that, or its path."""
+    import shutil
+
+    found = shutil.which("muster")
+    is_this = found and os.path.realpath(found) == os.path.realpath(f"{KIT}/scripts/muster")
+    return ["muster", verb] if is_this else [f"{KIT}/scripts/{verb}.sh"]
+
+
 def removed(words: Collection[str]) -> str:
     """The message that refuses the first of these options, keys or subcommands that was removed; "" if none was."""
     with open(os.path.join(KIT, "scripts/lib/removed_words.list")) as file:

@@ -132,6 +132,20 @@ END
 }
 
 
+@test "a message names another program by its verb if muster is on the PATH, else by its path" {
+  VIRTUAL_ENV=${VIRTUAL_ENV:-$KIT/.venv}
+  local call="import sys; sys.path.insert(0, '$KIT'); from distributed.files import command_of; print(command_of('stop'))"
+  run -0 env PATH="$KIT/scripts:$PATH" "$VIRTUAL_ENV/bin/python" -c "$call"
+  [ "$output" = "['muster', 'stop']" ]
+  mkdir bin && ln -s "$KIT/scripts/muster" bin
+  run -0 env PATH="$PWD/bin:$PATH" "$VIRTUAL_ENV/bin/python" -c "$call"
+  [ "$output" = "['muster', 'stop']" ]
+  printf '#!/bin/sh\n' >other && chmod +x other && mv -f other bin/muster
+  run -0 env PATH="$PWD/bin:$PATH" "$VIRTUAL_ENV/bin/python" -c "$call"
+  [ "$output" = "['$KIT/scripts/stop.sh']" ]
+}
+
+
 @test "every program prints the version of Muster, and does nothing else" {
   local program
   shopt -s nullglob

@@ -83,7 +83,7 @@ class Rendezvous:
 
     def is_store_unused(self) -> bool:
         """Whether only agents have written to the store, which this node serves. False if that cannot be known."""
-        if self._rank == 0 and hasattr(self._store, "list_keys"):  # some versions of PyTorch do not have it
+        if self._rank == 0 and self._store and hasattr(self._store, "list_keys"):  # not in all versions of PyTorch
             with suppress(RuntimeError):
                 return all(key.startswith("muster/") for key in self._store.list_keys())
         return False

@@ -415,7 +415,7 @@ def how_to_stop(run: RunProcesses, facts: Facts) -> tuple[str, str]:
         return f"ask {run.user} whether it is still needed", ""
     if not run.recorded:
         pids = ",".join(map(str, run.pids))
-        fix = "started from another machine or by a job list; run stop.sh there, or cancel the job; its processes:"
+        fix = "started from another machine or by a job list; stop it there, or cancel the job; its processes:"
         return fix, f"ps -fp {pids}"
     scripts, directory = f"{facts.kit}/scripts", shlex.quote(run.directory)
     status, stop = (f"{shlex.quote(f'{scripts}/{name}.sh')} {directory}" for name in ("status", "stop"))

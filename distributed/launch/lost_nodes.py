@@ -7,10 +7,11 @@ import time
 from collections.abc import Callable
 
 from distributed.exit_codes import UNFIT
-from distributed.files import write_json
+from distributed.files import command_of, write_json
 from distributed.host import signals
 from distributed.launch.node_states import NodeState, State
 from distributed.launch.stopping import STOP_TIMEOUT, Stopping
+from distributed.transport.commands import quote
 from distributed.trust import regular_file
 
 TYPE_CHECKING = False
@@ -76,7 +77,7 @@ class LostNodes:
         def swept(reply: Reply) -> None:
             if not reply.code:
                 return
-            end = f"may run on; scripts/stop.sh {run.directory.name} stops them"
+            end = f"may run on; {quote([*command_of('stop'), run.directory.name])} stops them"
             if run.lease:
                 end = f"exit after {run.lease} s without heartbeats"
             run.console.record(f"{node}: does not reply; its processes {end}")

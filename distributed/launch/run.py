@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING
 
 from distributed import attempts
 from distributed.exit_codes import INTERRUPTED, STOPPED, TERMINATED, UNFIT, WRONG_CALL
-from distributed.files import KIT, read_json, write_json
+from distributed.files import KIT, command_of, read_json, write_json
 from distributed.host import signals
 from distributed.host.identity import machine
 from distributed.host.process_scan import start_time
@@ -261,7 +261,7 @@ class Launch:
         if problem := foreign_ancestor(directory):
             effect = "other users could replace the run directory"
             if foreign(directory, os.stat(directory)):  # on a file system without owners or modes
-                effect = "status.sh, stop.sh and report.sh will refuse this run"
+                effect = "status, stop and report will refuse this run"
             messages.append(f"warning: {problem}; {effect}; choose another --log-dir")
         for message in messages:
             self._print(f"run_directory: {message}")
@@ -469,7 +469,7 @@ class Launch:
         from distributed.report import report
 
         numbers = [number for number in STOPPING_SIGNALS if signal.getsignal(number) != signal.SIG_IGN]
-        remedy = f"to write it: {quote([f'{KIT}/scripts/report.sh', str(self.directory)])}"
+        remedy = f"to write it: {quote([*command_of('report'), str(self.directory)])}"
         writes = True
 
         def give_up(received: int, frame: object) -> None:

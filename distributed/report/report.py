@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from distributed import metrics
 from distributed.attempts import newest
-from distributed.files import KIT, write_file
+from distributed.files import command_of, write_file
 from distributed.records import integer, is_time, listed, mapping, node_changes, number, read_object, text
 from distributed.report import charts, ranks
 from distributed.report.charts import Line, Mark, compact
@@ -146,7 +146,7 @@ def page(run: RunRecords) -> str:
     all_marks = event_marks(run.history)
     events = [mark for mark in all_marks if mark.style != "checkpoint"]
     notes = "".join(f"<p>{escape(note)}</p>" for note in run.notes)
-    update = shlex.join([f"{KIT}/scripts/report.sh", str(run.directory)])
+    update = shlex.join([*command_of("report"), str(run.directory)])
     parts = [
         heading(run),
         failure(run),

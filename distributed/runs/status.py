@@ -30,7 +30,7 @@ from typing import Any
 from distributed import metrics, terminal
 from distributed.attempts import newest
 from distributed.exit_codes import STOPPED, TIMED_OUT, UNFIT
-from distributed.files import KIT
+from distributed.files import KIT, command_of
 from distributed.host.signals import signal_name
 from distributed.records import node_changes, read_object
 from distributed.runs.lookup import EXITED, IN_JOB, REMOTE, RUNNING, Run, RunLookupError, constant_arguments, read
@@ -134,7 +134,7 @@ def state_of(run: Run, replies: Sequence[NodeReply], verdict: Mapping[str, Any])
         text = f"the launcher has exited, and the run continues on {', '.join(active)}; to follow it again:"
         return RunState("left", text, remedy=f"cd {shlex.quote(run.cwd)} && {attach}")
     if active:
-        stop = f"{KIT}/scripts/stop.sh {shlex.quote(str(run.directory))}"
+        stop = shlex.join([*command_of("stop"), str(run.directory)])
         return RunState("left", f"the launcher has exited, but processes remain on {', '.join(active)}", True, stop)
     if verdict:
         return RunState("ended", text, verdict.get("outcome") == "failed")

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO
 
 from distributed.exit_codes import INTERRUPTED, TERMINATED, TIMED_OUT, UNFIT, WRONG_CALL
-from distributed.files import KIT
+from distributed.files import KIT, command_of
 from distributed.trust import make_own_directory, regular_file, user_name, writable_by_others
 
 BATCH_SCRIPT = Path(KIT, "scripts/slurm/slurm_train.sh")
@@ -147,7 +147,7 @@ def submit(command: Sequence[str], log_dir: str, program: str, following: bool, 
         return 0
     outputs = [f"{log_dir}/slurm-{job}.out", f"{log_dir}/slurm-{job}.err"]
     run = [job] if log_dir == "logs" else ["--log-dir", log_dir, job]
-    status, stop = (shlex.join([f"{KIT}/scripts/{name}", *run]) for name in ("status.sh", "stop.sh"))
+    status, stop = (shlex.join([*command_of(verb), *run]) for verb in ("status", "stop"))
     output = f"options: {shlex.join(own)}" if own else f"output: {shlex.join(outputs)}"
     print(f"job: {job}\n{output}\nstatus: {status}", flush=True)
     try:

@@ -211,7 +211,7 @@ BROKEN: list[tuple[str, dict[str, Any], str, str, str]] = [
      "to stop it: /opt/muster/scripts/stop.sh '/my logs/train-1'; to see whether it is training: "
      "/opt/muster/scripts/status.sh '/my logs/train-1'"),
     ("own run, started elsewhere", {"runs": (RunProcesses("/logs/train-1", (7, 8), "ada", recorded=False),)},
-     "warning runs", "/logs/train-1", "started from another machine or by a job list; run stop.sh there, or cancel "
+     "warning runs", "/logs/train-1", "started from another machine or by a job list; stop it there, or cancel "
      "the job; its processes: ps -fp 7,8"),
     ("run of another user", {"runs": (RunProcesses("/logs/train-1", (7,), "bob"),)},
      "warning runs", "/logs/train-1 has 1 process of bob here", "ask bob whether it is still needed"),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from distributed import trust
+from distributed import files, trust
 from distributed.slurm import submit
 from distributed.slurm.submit import BATCH_SCRIPT, SubmitError, choose_nodes, template
 
@@ -201,7 +201,7 @@ def test_printed_commands_can_be_pasted(
     def interrupt(*_: object) -> int:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(submit, "KIT", "/my kit")
+    monkeypatch.setattr(files, "KIT", "/my kit")
     monkeypatch.setattr(submit, "follow", interrupt)
     assert submit.submit(["echo", "17"], "my logs", "submit.sh", following=True) == 130
     printed, errors = capfd.readouterr()
