@@ -23,7 +23,7 @@ def version() -> str:
 
 
 def command_of(verb: str) -> list[str]:
-    """The start of a command line that calls a program of Muster: by its verb if `muster` is on the PATH, or its path."""
+    """The start of a command line that calls a program of Muster: by verb if `muster` is on the PATH, else by path."""
     import shutil
 
     found = shutil.which("muster")
