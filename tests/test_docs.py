@@ -382,8 +382,8 @@ def example(opening: str = "Learn a line") -> str:
 def test_the_example_script_learns_and_resumes(project: Path) -> None:
     script, text = project / "my_train.py", example()
     script.write_text(text.replace("STEPS = 300", "STEPS = 100"))
-    launch = "scripts/ssh/launch_singlenode.sh --script my_train.py - 2"
-    assert launch in text_of("LAUNCH_GUIDE.md")
+    launch = "scripts/run.sh -n 2 my_train.py"
+    assert launch in {one.text for one in every_command("LAUNCH_GUIDE.md")}
     first = call(project, launch.split())
     script.write_text(text)
     second = call(project, launch.split())
