@@ -1,30 +1,21 @@
 #!/usr/bin/env bash
 #
-# Check whether this machine, or a list of nodes, is ready to train. It prints how to repair what is not.
+# Check whether this machine, or a list of nodes, is ready to train. It prints how
+# to repair what is not, and changes nothing without --sync.
 #
 # Usage: doctor.sh [options] [NODE...]
 #        muster doctor ...
 #
-#   NODE...              check these nodes over SSH instead of this machine: node1 user@node2 node[3-8,10]
+#     muster doctor
+#     muster doctor 'node[1-4]'
 #
-# Run it in the directory from which you launch. It checks Python and PyTorch, GPUs and the processes that
-# use them, memory, disk, /dev/shm, the master port, name resolution, variables left in the environment by
-# other launches, runs that are still active and, without NODE, the files of all base models of job lists here.
-# It changes nothing without --sync.
-#
-# Each line is ok, a warning (training works, with limits) or a fault (training will fail). Warnings and faults
-# come with the fix: a sentence, or a command after a $. The most severe finding is printed last.
-#
-# Nodes are checked in parallel, and connect to each other. A node that differs from most of the others is
-# listed with its value and theirs. With NODE, lines that are ok are not printed, and findings that all nodes
-# share are printed once.
+#   NODE...              check these nodes over SSH instead of this machine:
+#                        node1 user@node2 node[3-8,10]
 #
 #   --hostfile FILE      read the nodes from FILE, one per line: `node1 slots=4`
 #   --exclude NODES      exclude these nodes
-#   --sync               first copy the working directory and Muster to nodes that do not share these directories: files
-#                        that git tracks, and untracked files that are neither ignored nor in logs, checkpoints or
-#                        experiments. Nothing is deleted on the nodes
-#   --python PATH        Python to check (default: the first of these that exists: the active venv or conda
+#   --sync               first copy this directory and Muster to the nodes
+#   --python PATH        Python to check (default: the active venv or conda
 #                        environment (not base), ./.venv, Muster's .venv, python3)
 #   --master-port PORT   port to check (default: 29500)
 #   --log-dir DIR        directory with the run directories (default: logs)
@@ -33,10 +24,16 @@
 #   --quiet              do not print which nodes have not replied yet
 #   --help               show this help
 #
-# Exit codes: 0 no fault (or --json), 1 a fault, 2 wrong call, 69 a node cannot be checked.
+# Run it in the directory from which you launch. It checks Python and PyTorch,
+# GPUs and who uses them, memory, disk, /dev/shm, the master port, names of hosts,
+# variables of other launches, runs that are active and, without NODE, the files
+# of all base models here. Each line is ok, a warning (training works, with
+# limits) or a fault (training will fail), with the fix: a sentence, or a command
+# after a $. The most severe finding is printed last. A node that differs from
+# most of the others is listed with its value and theirs.
 #
-#   doctor.sh
-#   doctor.sh 'node[1-4]'
+# Exit codes: 0 no fault (or --json), 1 a fault, 2 wrong call, 69 a node cannot be
+# checked.
 #
 set -euo pipefail
 # shellcheck source=scripts/lib/launcher.bash

@@ -1,56 +1,60 @@
 #!/usr/bin/env bash
 #
-# Test communication between NPROC processes per node: correct results, bandwidth, slow or hung ranks.
+# Test communication between NPROC processes per node: correct results, bandwidth,
+# slow or hung ranks.
 #
 # Usage: test_distributed.sh [options] NPROC [NODE...]
 #        muster test ...
 #
-#   NPROC                number of processes per node: at most one per GPU; any number without GPUs
-#   NODE...              nodes to test over SSH: node1 user@node2 node[3-8,10] node9:4 (with 4 processes there).
-#                        Default: all nodes of the SLURM allocation of this shell, else this machine
+#     muster test 2
+#     muster test 8 'node[1-4]'
 #
-# It checks the result of each collective on every rank (all_reduce, broadcast, all_gather, reduce_scatter,
-# all_to_all, point to point, barrier), measures the bus bandwidth by message size as nccl-tests do,
-# refuses two ranks on one GPU, and names slow, hung and missing ranks. With several nodes it first checks
-# that each can connect to every other (exit code 69 if not), then measures the links of each rank to other
-# nodes and names slow nodes, ranks and links. The report is written to standard output, everything else to
-# standard error.
+#   NPROC                number of processes per node: at most one per GPU; any
+#                        number without GPUs
+#   NODE...              nodes to test over SSH: node1 user@node2 node[3-8,10]
+#                        node9:4 (with 4 processes there). Default: the SLURM
+#                        allocation of this shell, else this machine
 #
 #   --hostfile FILE      read the nodes from FILE, one per line: `node1 slots=4`
 #   --exclude NODES      exclude these nodes
-#   --sync               first copy the working directory and Muster to nodes that do not share these directories: files
-#                        that git tracks, and untracked files that are neither ignored nor in logs, checkpoints or
-#                        experiments. Nothing is deleted on the nodes
-#   --json               print one JSON object instead of the report, or nothing if nodes cannot connect (exit code 69)
-#   --backend BACKEND    auto, nccl or gloo (default: nccl where there are GPUs, else gloo)
-#   --max-bytes SIZE     largest message, such as 1024, 64K, 16M or 1G; sizes grow from 1K by a factor of 4 (default:
-#                        64M, on GPUs 1G)
+#   --sync               first copy this directory and Muster to the nodes
+#   --json               print one JSON object instead of the report, or nothing
+#                        if nodes cannot connect (exit code 69)
+#   --backend BACKEND    auto, nccl or gloo (default: nccl with GPUs, else gloo)
+#   --max-bytes SIZE     largest message, such as 1024, 64K, 16M or 1G; sizes grow
+#                        from 1K by a factor of 4 (default: 64M, on GPUs 1G)
 #   --seconds S          seconds for the bandwidth table (default: 10)
 #   --timeout S          seconds that a rank waits for the others (default: 60)
-#   --python PATH        Python of the ranks (default: the first of these that exists: the active venv or conda
-#                        environment (not base), ./.venv, Muster's .venv, python3)
+#   --log-dir DIR        where run directories are created (default: logs)
+#   --dry-run            print the command, run nothing
+#   --help               show this help
+#   --help-all           show all options, what is tested, and the exit codes
+#
+# More options:
+#   --python PATH        Python of the ranks (default: the active environment's)
 #   --agent fast|torchrun
-#                        program that starts the ranks. fast (default): Muster's agent, which imports PyTorch once and
-#                        forks the ranks; torchrun: PyTorch's agent
-#   --master-port PORT   port through which the ranks find each other (default: a free port)
+#                        program that starts the ranks. fast (default): Muster's
+#                        agent; torchrun: PyTorch's agent
+#   --master-port PORT   port through which the ranks find each other (default: a
+#                        free port)
 #   --rendezvous-timeout SECONDS
 #                        time for all nodes to join (default: 600)
 #   --env NAME=VALUE     set an environment variable for the ranks; repeatable
 #   --env-file FILE      set the variables of a file, one NAME=VALUE per line
-#   --log-dir DIR        directory in which run directories are created (default: logs)
 #   --no-preflight       skip the checks of GPUs, port and nodes
-#   --dry-run            print the command, run nothing
 #   --quiet              print no progress lines of the launcher
-#   --help               show this help
 #
-# Exit codes: 0 success, 1 a check failed, 2 wrong call, 69 a node is unreachable or unfit, 130 SIGINT,
-# 143 SIGTERM.
+# It checks the result of each collective on every rank (all_reduce, broadcast,
+# all_gather, reduce_scatter, all_to_all, point to point, barrier), measures the
+# bus bandwidth by message size as nccl-tests do, refuses two ranks on one GPU, and
+# names slow, hung and missing ranks. With several nodes it first checks that each
+# can connect to every other (exit code 69 if not), then measures the links of each
+# rank to other nodes and names slow nodes, ranks and links. The report is written
+# to standard output, everything else to standard error.
 #
-#   test_distributed.sh 2
-#   test_distributed.sh 8 'node[1-4]'
-#   test_distributed.sh --json --max-bytes 1M 8 | jq .verdict
+# Exit codes: 0 success, 1 a check failed, 2 wrong call, 69 a node is unreachable
+# or unfit, 130 SIGINT, 143 SIGTERM.
 #
-
 # shellcheck disable=SC2034,SC2153 # the files that launcher.bash sources use these variables
 set -euo pipefail
 # shellcheck source=scripts/lib/launcher.bash

@@ -176,7 +176,7 @@ END
 
 
 # bats test_tags=quick
-@test "the help fits a terminal with 80 columns and 45 lines; --help-all has every option of the launchers" {
+@test "each help fits a terminal with 80 columns and 45 lines; --help-all has every option of the launchers" {
   local verb option all
   for verb in run train; do
     run -0 "$MUSTER" "$verb" --help
@@ -189,5 +189,11 @@ END
     for option in $("$KIT/scripts/ssh/launch_torchrun_auto.sh" --help | grep -oE '^  --[a-z-]+'); do
       [[ $option == --script || "$all" == *$'\n'"  $option"* ]]
     done
+  done
+  for verb in stop doctor test; do
+    run -0 "$MUSTER" "$verb" --help
+    ((${#lines[@]} <= 45))
+    [ -z "$(awk 'length > 80' <<<"$output")" ]
+    [[ "$output" == *$'\n'"Usage: muster $verb [options] "*$'\n'"    muster $verb"* ]]
   done
 }

@@ -252,7 +252,7 @@ def module_of(command: list[str]) -> str | None:
 def help_of(script: str) -> str:
     """Return the help of a script, with that of the scripts to whose options it refers."""
     program = [sys.executable] if script.endswith(".py") else []
-    option = "--help-all" if script in ("scripts/run.sh", "scripts/train.sh") else "--help"
+    option = "--help-all" if "  --help-all " in text_of(script) else "--help"
     text = subprocess.run([*program, KIT / script, option], capture_output=True, text=True, check=True).stdout
     if script == TWO_PHASE:
         return text + help_of(JOBS)
