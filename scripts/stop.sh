@@ -5,23 +5,31 @@
 # Usage: stop.sh [options] RUN
 #        muster stop ...
 #
-#   RUN            run directory, its name in DIR, or the number of its SLURM job; latest: the newest run
+# Examples: stop.sh latest
+#           stop.sh --now train-2026
+#
+#   RUN            a run: its directory, its name, a unique beginning of its name,
+#                  the number of its SLURM job, or latest, the newest in DIR;
+#                  runs that were started elsewhere are found too
 #
 #   --now          kill the processes immediately; they write no checkpoint
 #   --log-dir DIR  directory with the run directories (default: logs)
-#   --python PATH  Python that runs this program (default: the first of these that exists: the active venv or conda
-#                  environment (not base), ./.venv, Muster's .venv, python3)
+#   --python PATH  Python that runs this program (default: the first of these that
+#                  exists: the active venv or conda environment (not base),
+#                  ./.venv, Muster's .venv, python3)
 #   --quiet        print only the result
 #   --help         show this help
 #
-# The launcher of the run receives SIGTERM, and gives the ranks time to write a checkpoint: the seconds of its option
-# --grace. If the launcher has exited, or does not exit in time, the processes are ended on each node.
-# Then every node is checked for processes of this run. For a run that has already ended, only this check is made.
+# The launcher of the run receives SIGTERM, and gives the ranks time to write a
+# checkpoint: the seconds of its option --grace. If the launcher has exited, or
+# does not exit in time, the processes are ended on each node. Then every node is
+# checked for processes of this run. For an ended run, only this check is made.
 #
-# For a batch job, the batch script is signalled, and SLURM then ends all processes; a pending job is cancelled. The
-# job is not requeued.
+# For a batch job, the batch script is signalled, and SLURM then ends all
+# processes; a pending job is cancelled. The job is not requeued.
 #
-# Exit codes: 0 no process remains; 1 a process remains; 2 wrong call; 69 a node could not be checked.
+# Exit codes: 0 no process remains; 1 a process remains; 2 wrong call;
+# 69 a node could not be checked.
 #
 set -euo pipefail
 # shellcheck source=scripts/lib/common.bash

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from distributed import index
 from distributed.host import identity, process_scan
 from distributed.host.replies import MARKER, Reply
 from distributed.launch.hang_decision import seconds_without_output
@@ -367,6 +369,54 @@ def test_a_launcher_is_identified_by_pid_and_start_time() -> None:
     assert state_of_launcher(host, machine.partition("net:")[0] + "net:[1]", os.getpid(), since) == REMOTE, (
         "another network namespace"
     )
+
+
+# ---------------------------------------------------------------- the forms of RUN
+
+
+def test_a_unique_beginning_is_a_run_and_an_ambiguous_one_is_refused_with_the_candidates(tmp_path: Path) -> None:
+    one, two = create_run(tmp_path / "logs"), create_run(tmp_path / "logs")
+    (tmp_path / "train").mkdir()
+    assert lookup.find(one.name[:-1], tmp_path, tmp_path / "logs") in (one, two)
+    (tmp_path / "logs/eval-1").mkdir()
+    assert one.name[:6] == "train-"
+    with pytest.raises(RunLookupError) as ambiguous:
+        lookup.find("train", tmp_path, tmp_path / "logs")
+    assert "RUN 'train': several runs match, give more of the name: " in str(ambiguous.value)
+    assert str(one) in str(ambiguous.value) and str(two) in str(ambiguous.value)
+    for argument in ("eval", ""):
+        with pytest.raises(RunLookupError, match=r"no such run|not a run directory"):
+            lookup.find(argument, tmp_path, tmp_path / "logs")
+
+
+def test_a_run_is_found_from_another_directory(tmp_path: Path) -> None:
+    run = create_run(tmp_path / "one/logs")
+    run_directory.link_to(str(run), [], ["17"])
+    (tmp_path / "empty").mkdir()
+    for argument in (run.name, "train", "17"):
+        assert lookup.find(argument, tmp_path / "empty", tmp_path / "empty/logs") == run
+    here = create_run(tmp_path / "here")
+    assert lookup.find("train", tmp_path, tmp_path / "here") == here, "runs of this directory come first"
+    with pytest.raises(RunLookupError) as missing:
+        lookup.find("latest", tmp_path / "empty", tmp_path / "empty/logs")
+    where = f"your runs are in {tmp_path}/here {tmp_path}/one/logs; name one of these with --log-dir"
+    assert str(missing.value) == f"RUN 'latest': no such run, and no runs in {tmp_path}/empty/logs; {where}"
+    shutil.rmtree(tmp_path / "one")
+    with pytest.raises(RunLookupError, match="RUN '17': no such run"):
+        lookup.find("17", tmp_path / "empty", tmp_path / "empty/logs")
+
+
+def test_a_number_is_no_beginning_of_a_name(tmp_path: Path) -> None:
+    run = create_run(tmp_path)
+    run.rename(tmp_path / "2025-train")
+    with pytest.raises(RunLookupError, match="no such run"):
+        lookup.find("2025", tmp_path, tmp_path)
+    assert lookup.find("2025-", tmp_path, tmp_path).name == "2025-train"
+
+
+def test_the_run_of_a_directory_that_is_requeued_or_of_a_job_is_not_indexed(tmp_path: Path) -> None:
+    create_run(tmp_path / "logs", existing=str(tmp_path / "output"))
+    assert index.directories() == []
 
 
 # ---------------------------------------------------------------- all runs
