@@ -50,7 +50,7 @@ LAUNCHERS = (
     "launch_pdsh_multinode.sh", "run.sh", "train.sh", "run_ddp.sh", "quickstart.sh", "test_distributed.sh", "doctor.sh",
 )  # fmt: skip
 SLURM = ("scripts/slurm/slurm_train_single_node.sh", "scripts/slurm/slurm_train.sh")
-RUN_TOOLS = ("scripts/status.sh", "scripts/stop.sh", "scripts/report.sh")  # run unchanged, on a run that has ended
+RUN_TOOLS = tuple(f"scripts/{name}.sh" for name in ("status", "stop", "report", "ls"))  # run unchanged, on an ended run
 TORCHRUN_OPTIONS = ("--standalone", "--nproc-per-node")  # in examples of run.sh
 JOBS = "scripts/jobs/run_distributed_training.py"
 TWO_PHASE = "scripts/jobs/run_two_phase_training.py"

@@ -167,6 +167,7 @@ show_help() {
 refuse_option() { # <option>
   local hint
   refuse_removed "${1%%=*}"
+  refuse_removed "${PROGRAM_FILE##*/} ${1%%=*}"
   hint=$(explain_familiar_option "$1")
   if [[ ! $hint ]]; then
     [[ ! ${VALUE_NAME[--]-} ]] || hint="; arguments of your script go after --"
@@ -176,8 +177,8 @@ refuse_option() { # <option>
 }
 
 
-# Refuse the call if an option or variable is one that Muster no longer has.
-refuse_removed() { # <option or variable>
+# Refuse the call if an option or variable is one that Muster, or this program, no longer has.
+refuse_removed() { # <option or variable; or a program and its option>
   local line
   while IFS= read -r line; do
     [[ $line != "$1: "* ]] || die_usage "$line"
