@@ -50,7 +50,9 @@ LAUNCHERS = (
     "launch_pdsh_multinode.sh", "run.sh", "train.sh", "run_ddp.sh", "quickstart.sh", "test_distributed.sh", "doctor.sh",
 )  # fmt: skip
 SLURM = ("scripts/slurm/slurm_train_single_node.sh", "scripts/slurm/slurm_train.sh")
-RUN_TOOLS = tuple(f"scripts/{name}.sh" for name in ("status", "stop", "report", "ls"))  # run unchanged, on an ended run
+RUN_TOOLS = tuple(
+    f"scripts/{name}.sh" for name in ("status", "stop", "report", "ls", "logs")
+)  # run unchanged, on an ended run
 TORCHRUN_OPTIONS = ("--standalone", "--nproc-per-node")  # in examples of run.sh
 JOBS = "scripts/jobs/run_distributed_training.py"
 TWO_PHASE = "scripts/jobs/run_two_phase_training.py"
@@ -590,6 +592,8 @@ def test_the_table_of_arguments_of_a_job_agrees_with_the_trainer() -> None:
         "scripts/slurm/submit.sh",
         "scripts/slurm/slurm_train.sh",
         "scripts/status.sh",
+        "scripts/ls.sh",
+        "scripts/logs.sh",
     ],
 )
 def test_the_table_of_options_agrees_with_the_help(script: str) -> None:

@@ -28,7 +28,8 @@ declare -A VARIABLE_OF=(
   [--backend]=BACKEND [--max-bytes]=MAX_BYTES [--seconds]=TABLE_SECONDS [--timeout]=TIMEOUT
   [--sync]=SYNC [--lease]=LEASE [--attach]=ATTACH [--notify]=NOTIFY [--detach]=DETACH [--dry-run]=DRY_RUN
   [--json]=JSON [--watch]=WATCH [--stacks]=STACKS [--now]=NOW [--certain]=CERTAIN [--fresh]=FRESH [--all]=ALL
-  [--rows]=ROWS [--quiet]=QUIET [--follow]=FOLLOW [--template]=TEMPLATE
+  [--rows]=ROWS [--quiet]=QUIET [-f]=FOLLOW [--follow]=FOLLOW [--template]=TEMPLATE
+  [--rank]=SHOWN_RANK [--node]=SHOWN_NODE [--since]=SINCE
   [--nproc]=NPROC [--nproc-per-node]=NPROC [--on]=ON [--slurm]=SLURM_NODES [--pdsh]=PDSH
   [--module]=MODULE
 )
@@ -57,7 +58,7 @@ MIN_NODES=''          # fewest nodes with which a run continues; empty: all node
 LEASE=''              # seconds; 0: none; empty: the default
 ATTACH=''             # the run to attach to, which has lost its launcher
 NOTIFY=${MUSTER_NOTIFY-} # command that is called when the run restarts, ends or has a fault; may contain a secret
-NPROC='' CONFIG='' LEVEL='' ROWS=''
+NPROC='' CONFIG='' LEVEL='' ROWS='' SHOWN_RANK='' SHOWN_NODE='' SINCE=''
 ON='' SLURM_NODES='' PDSH=''
 BACKEND=auto MAX_BYTES='' TABLE_SECONDS='' TIMEOUT=''
 SYNC=0 DETACH=0 JSON=0 WATCH=0 STACKS=0 NOW=0 CERTAIN=0 FRESH=0 ALL=0 FOLLOW=0 TEMPLATE=0 PREFLIGHT=1
