@@ -92,8 +92,10 @@ while not os.path.exists(f"go on {rank}"):
     time.sleep(0.05)
 print("ended on", rank)
 END
-  lab ssh "$N2" mkdir -p "$WORK"
-  lab ssh "$N2" tee "$WORK/my script.py" <"my script.py" >/dev/null
+  for node in "$N1" "$N2"; do
+    lab ssh "$node" mkdir -p "$WORK"
+    lab ssh "$node" tee "$WORK/my script.py" <"my script.py" >/dev/null
+  done
   start out "$LAUNCH" --script "my script.py" - 1 "$N1" "$N2"
   timeout 60 bash -c 'until [[ $("$LOGS" --rank 1 2>/dev/null) == "begun on 1" ]]; do sleep 0.5; done'
   [ ! -s "logs/latest/node_$N2.log" ]

@@ -49,6 +49,7 @@ class NodeLog:
     def __init__(self, attempt: Path, node: RunNode) -> None:
         self.node, self.path = node, attempt / f"node_{node.node}.log"
         self.offset = -1  # bytes that have been read or are skipped; -1: not known yet
+        self.problem = ""  # why it could not be read
         self.lines = Lines()
 
 
@@ -60,14 +61,13 @@ class LogReader:
         self._query, self._options, self._messages = query, options, messages
         self._since = parse_since(options.since, time.time())
         self._ranks = chosen_ranks(query.run, options.rank, options.node)  # None: all
-        self._logs: list[NodeLog] = []
-        self._attempts = 0  # number of attempts whose logs are in self._logs
-        self.problems: set[str] = set()  # that have been printed
+        self.logs: list[NodeLog] = []
+        self._attempts = 0  # number of attempts whose logs are in self.logs
         self._calls_nodes = False
         if options.since == ATTEMPT:
             self._attempts = len(attempts.directories(query.run.directory)) - 1
         self._add_attempts()
-        if not self._logs:
+        if not self.logs:
             nodes = ", ".join(
                 f"{node.node} ({node.processes} ranks from {node.first_rank})" for node in query.run.nodes
             )
@@ -85,13 +85,13 @@ class LogReader:
             for node in nodes:
                 is_chosen = self._ranks is None or not self._ranks.isdisjoint(ranks_of(node))
                 if is_chosen and self._options.node in ("", node.node):
-                    self._logs.append(NodeLog(attempt, node))
+                    self.logs.append(NodeLog(attempt, node))
 
     # ---- reading
 
     def print_new(self, limit: int | None = None, last: bool = False) -> None:
         """Print the output since the last call. limit: number of lines of each node. last: also an incomplete line."""
-        for log in self._logs:
+        for log in self.logs:
             printed = deque[str](maxlen=limit)
 
             def take(block: bytes, log: NodeLog = log, printed: deque[str] = printed) -> None:
@@ -131,7 +131,7 @@ class LogReader:
             log.offset += len(block)
             take(block)
 
-        name = log.node.node
+        problem = ""
         try:
             with open(log.path, "rb", opener=regular_file) as file:
                 file.seek(log.offset)
@@ -140,11 +140,14 @@ class LogReader:
         except FileNotFoundError:
             reply = self._call(log, log.path.name, log.offset + 1, receive)
             if reply.code:
-                self._report(f"{name}: its log cannot be read: {bounded(reply.failure_message())}")
+                problem = f"its log cannot be read: {bounded(reply.failure_message())}"
             elif not log.offset and not self._options.follow:
-                self._report(f"{name}: no log of attempt {log.path.parent.name}: it has not started, or it is lost")
+                problem = f"no log of attempt {log.path.parent.name}: it has not started, or it is lost"
         except OSError as error:
-            self._report(f"{name}: its log cannot be read: {error.strerror}")
+            problem = f"its log cannot be read: {error.strerror}"
+        if problem and problem != log.problem:
+            self._messages.print(f"{log.node.node}: {problem}")
+        log.problem = problem
 
     def _call(self, log: NodeLog, name: str, first: int, on_output: Callable[[bytes], None] | None = None) -> Reply:
         """Print a file of an attempt on the node, which may be private. An empty reply for a node that is here."""
@@ -192,11 +195,6 @@ class LogReader:
         sys.stdout.writelines(lines)
         sys.stdout.flush()
         lines.clear()
-
-    def _report(self, problem: str) -> None:
-        if problem not in self.problems:
-            self._messages.print(problem)
-        self.problems.add(problem)
 
     # ---- following
 
@@ -286,7 +284,7 @@ def main(arguments: Sequence[str]) -> int:
         reader.print_new(options.lines, last=not options.follow)
         if options.follow:
             reader.follow()
-        return UNFIT if reader.problems else 0
+        return UNFIT if any(log.problem for log in reader.logs) else 0
     except JobWithoutRun as job:
         messages.print(f"job {job.job} has not started a run; its state is {job.state}")
         return 0
