@@ -167,7 +167,7 @@ def row_of_list(journal: Path) -> Row:
     state = text(results.get("state")) if running or results.get("state") != RUNNING else "interrupted"
     return Row(
         kind="list", name=path.name, directory=str(path), state=RUNNING if running else state, reason=reason,
-        started=started, seconds=number(totals.get("seconds")),
+        started=started, seconds=metrics.finite_or_none(number(totals.get("seconds"))),
         where=tuple(map(str, mapping(results.get("servers")))),
     )  # fmt: skip
 
