@@ -5,7 +5,7 @@ Each cost is measured at several sizes. The result is the value at the largest s
     python -m benchmarks.growth [line|runs|checkpoints|jobs ...]
 
 line: peak memory of agent and supervisor when a rank writes a line of that many MB (1 MB: 10^6 bytes).
-runs: time of `status.sh --all` for that many SLURM runs without a verdict, with 50 rows and with all rows, if each call
+runs: time of `ls.sh` for that many SLURM runs without a verdict, with 50 rows and with all rows, if each call
 of `squeue` takes 0.1 s.
 checkpoints: time to find the newest of that many checkpoints, and to remove old ones after a save, if reading a
 manifest takes 4 ms.
@@ -107,7 +107,7 @@ def many_runs(size: int, directory: Path) -> dict[str, float]:
         }  # fmt: skip
         (run / "run.json").write_text(json.dumps(facts))
     environment = os.environ | {"PATH": f"{directory}:{os.environ['PATH']}"}
-    status = [str(KIT / "scripts/status.sh"), "--python", sys.executable, "--log-dir", str(logs), "--all"]
+    status = [str(KIT / "scripts/ls.sh"), "--python", sys.executable, "--log-dir", str(logs)]
 
     def seconds(*options: str) -> float:
         return timed(

@@ -1,21 +1,29 @@
 #!/usr/bin/env bash
 #
-# Write the HTML report of a run, or a page that compares runs. It prints the path of the page, which needs no network.
+# Write the HTML report of a run, or a page that compares runs; print its path.
 #
 # Usage: report.sh [options] [RUN...]
 #        muster report ...
 #
-#   RUN            run directory, its name in DIR, a shell pattern of such names, a SLURM job number, or the
-#                  output directory of a job of a job list (default: latest)
+#     muster report
+#     muster report 'train-*'
+#
+#   RUN            a run: its directory, its name, a unique beginning of its name,
+#                  the number of its SLURM job, or latest, the newest in DIR;
+#                  runs that were started elsewhere are found too; or a shell
+#                  pattern of names, or the output directory of a job of a job
+#                  list (default: latest)
 #
 #   --log-dir DIR  directory with the run directories (default: logs)
-#   --python PATH  Python that runs this program (default: the first of these that exists: the active venv or conda
-#                  environment (not base), ./.venv, Muster's .venv, python3)
+#   --python PATH  Python that runs this program (default: the first of these that
+#                  exists: the active venv or conda environment (not base),
+#                  ./.venv, Muster's .venv, python3)
 #   --help         show this help
 #
-# Launchers write RUN/report.html when a run ends. Call this script to write the report earlier. Until the run ends, the
-# report has no files from nodes that do not share the run directory, except their logs if the launcher got --sync. The
-# comparison of several runs is DIR/comparison.html.
+# The page needs no network. Launchers write RUN/report.html when a run ends. Call
+# this script to write the report earlier. Until the run ends, the report has no
+# files from nodes that do not share the run directory, except their logs if the
+# launcher got --sync. The comparison of several runs is DIR/comparison.html.
 #
 # Exit codes: 0 the report was written, 1 it could not be written, 2 wrong call.
 #

@@ -6,10 +6,11 @@
 #        muster stop ...
 #
 #     muster stop latest
-#     muster stop --now train-20261121-122942-0a81
+#     muster stop --now train-2026
 #
-#   RUN            run directory, its name in DIR, or the number of its SLURM job;
-#                  latest: the newest run
+#   RUN            a run: its directory, its name, a unique beginning of its name,
+#                  the number of its SLURM job, or latest, the newest in DIR;
+#                  runs that were started elsewhere are found too
 #
 #   --now          kill the processes immediately; they write no checkpoint
 #   --log-dir DIR  directory with the run directories (default: logs)

@@ -45,6 +45,14 @@ def tracked(*patterns: str, root: Path = TESTS.parent) -> list[Path]:
     return sorted(path for name in names if (path := root / name).is_file())
 
 
+@pytest.fixture(autouse=True)
+def state_home(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The state directory of the user, which has the index of runs: one for each test, made when it is used."""
+    path = tmp_path_factory.getbasetemp() / f"state-{os.urandom(8).hex()}"
+    monkeypatch.setenv("XDG_STATE_HOME", str(path))
+    return path
+
+
 @pytest.fixture
 def shared() -> Iterator[Path]:
     """A directory in which all users can create files, as in /tmp."""

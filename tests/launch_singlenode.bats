@@ -1038,10 +1038,10 @@ with socket.create_server(("", 0)) as server:
 @test "no other user can write to caches of Muster's modules, whatever the umask is" {
   cp -r "$KIT"/{scripts,distributed,config,VERSION,train.py} .
   find . -name __pycache__ -prune -exec rm -r {} +
-  (umask 000 && scripts/status.sh --all && scripts/ssh/launch_singlenode.sh --dry-run --script train.py - 1)
+  (umask 000 && scripts/ls.sh && scripts/ssh/launch_singlenode.sh --dry-run --script train.py - 1)
   [ -d distributed/training/__pycache__ ]
   [ ! "$(find scripts distributed -type d -perm /022)" ]
-  run -0 scripts/status.sh --all
+  run -0 scripts/ls.sh
 }
 
 

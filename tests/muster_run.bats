@@ -190,7 +190,7 @@ END
       [[ $option == --script || "$all" == *$'\n'"  $option"* ]]
     done
   done
-  for verb in stop doctor test; do
+  for verb in ls status logs stop report doctor test; do
     run -0 "$MUSTER" "$verb" --help
     ((${#lines[@]} <= 45))
     [ -z "$(awk 'length > 80' <<<"$output")" ]

@@ -11,6 +11,7 @@ source "$BATS_TEST_DIRNAME/lab/nodes.bash"
 
 setup_file() {
   export APART=$BATS_FILE_TMPDIR/apart LAUNCH=$BATS_TEST_DIRNAME/../scripts/ssh/launch_torchrun_auto.sh
+  export LOGS=$BATS_TEST_DIRNAME/../scripts/logs.sh
   mkdir "$APART"
   start_lab 2 --private "$APART"
   # The login shell prints Welcome before Muster's commands, which contain rsync or bash, but not before the tests' own.
@@ -81,6 +82,37 @@ END
     cmp "logs/latest/node_$node.log" <(lab ssh "$node" cat "$(readlink -f logs/latest)/newest/node_$node.log")
   done
   run ! pgrep -f "$WORK.*tail -c"
+}
+
+
+@test "logs.sh reads and follows the log of a node that does not share the run directory, and names one it cannot reach" {
+  write_plain_script <<'END'
+print("begun on", rank)
+while not os.path.exists(f"go on {rank}"):
+    time.sleep(0.05)
+print("ended on", rank)
+END
+  for node in "$N1" "$N2"; do
+    lab ssh "$node" mkdir -p "$WORK"
+    lab ssh "$node" tee "$WORK/my script.py" <"my script.py" >/dev/null
+  done
+  start out "$LAUNCH" --script "my script.py" - 1 "$N1" "$N2"
+  timeout 60 bash -c 'until [[ $("$LOGS" --rank 1 2>/dev/null) == "begun on 1" ]]; do sleep 0.5; done'
+  [ ! -s "logs/latest/node_$N2.log" ]
+  run -0 "$LOGS" --rank all -n 1
+  [ "$output" = "[$N1:0] begun on 0"$'\n'"[$N2:1] begun on 1" ]
+  "$LOGS" -f --rank 1 >followed 3>&- &
+  follower=$!
+  lab cut "$N2"
+  run -69 "$LOGS" --node "$N2"
+  [[ "$output" == *"$N2: its log cannot be read: "* ]]
+  lab heal "$N2"
+  lab ssh "$N2" touch "$WORK/go on 1"
+  lab ssh "$N1" touch "$WORK/go on 0"
+  wait_for_exit "$LAUNCHER"
+  [ "$status" -eq 0 ]
+  wait "$follower"
+  [ "$(cat followed)" = $'begun on 1\nended on 1' ]
 }
 
 

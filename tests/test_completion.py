@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from distributed import index
 from distributed.jobs.journal.journal import Journal
 from distributed.jobs.journal.state import job_records
 from distributed.jobs.lists.job import Job, Options
@@ -91,6 +92,24 @@ def test_names_that_a_shell_would_run_and_runs_of_others_are_no_candidates(home:
     assert not (home / "RAN").exists()
 
 
+def test_runs_of_other_directories_are_candidates_where_there_are_none(
+    home: Path, tmp_path: Path, state_home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index.add(home / "logs")
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    assert complete("status", "") == ["17", "latest", "train-1", "train-2"]
+    monkeypatch.chdir(home)
+    (home / "other/run-3").mkdir(parents=True)
+    (home / "other/run-3/run.json").write_text("{}")
+    index.add(home / "other")
+    assert complete("stop", "run-") == [], "runs of this directory come first"
+    (state_home / "muster/directories").unlink()
+    os.mkfifo(state_home / "muster/directories")
+    monkeypatch.chdir(tmp_path / "empty")
+    assert complete("status", "") == []
+
+
 def test_completion_does_not_wait_for_a_fifo_or_terminal_in_place_of_a_file(home: Path) -> None:
     journal, hostfile = home / "results.journal", home / "my_hosts"
     os.mkfifo(home / "fifo")
@@ -123,6 +142,10 @@ def test_completion_does_not_wait_for_a_fifo_or_terminal_in_place_of_a_file(home
         "doctor --exclude r": ["rack[1-2]"],
         "ssh --attach ": ["17", "latest", "train-1", "train-2"],
         "stop lat": ["latest"],
+        "logs train-": ["train-1", "train-2"],
+        "logs --s": ["--since"],
+        "logs --rank ": ["all"],
+        "ls --": ["--all", "--help", "--json", "--log-dir", "--python", "--rows"],
         "two-phase --s": ["--script", "--skip-phase1", "--slots", "--sync"],
         "two-phase cache p": ["prune"],
         "jobs res": ["resume"],

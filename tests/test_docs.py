@@ -39,7 +39,15 @@ from distributed.training import settings as train_settings
 from distributed.training.fold import DEFAULT_PARTICIPANTS
 
 KIT = Path(__file__).resolve().parents[1]
-GUIDES = ("README.md", "LAUNCH_GUIDE.md", "TROUBLESHOOTING.md", "CONTRIBUTING.md", "CHANGELOG.md", "SECURITY.md")
+GUIDES = (
+    "README.md",
+    "LAUNCH_GUIDE.md",
+    "TROUBLESHOOTING.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+    "SECURITY.md",
+    "docs/AGENTS.md",
+)
 RUN = ("README.md", "LAUNCH_GUIDE.md")  # the guides whose commands are run, see without_effects()
 CONFIGS = [path.name for path in tracked("config/*.yaml")]
 COMMAND_TIMEOUT = 300  # seconds; a busy machine needs 30 for each training
@@ -50,7 +58,9 @@ LAUNCHERS = (
     "launch_pdsh_multinode.sh", "run.sh", "train.sh", "run_ddp.sh", "quickstart.sh", "test_distributed.sh", "doctor.sh",
 )  # fmt: skip
 SLURM = ("scripts/slurm/slurm_train_single_node.sh", "scripts/slurm/slurm_train.sh")
-RUN_TOOLS = ("scripts/status.sh", "scripts/stop.sh", "scripts/report.sh")  # run unchanged, on a run that has ended
+RUN_TOOLS = tuple(
+    f"scripts/{name}.sh" for name in ("status", "stop", "report", "ls", "logs")
+)  # run unchanged, on an ended run
 TORCHRUN_OPTIONS = ("--standalone", "--nproc-per-node")  # in examples of run.sh
 JOBS = "scripts/jobs/run_distributed_training.py"
 TWO_PHASE = "scripts/jobs/run_two_phase_training.py"
@@ -594,6 +604,8 @@ def test_the_table_of_arguments_of_a_job_agrees_with_the_trainer() -> None:
         "scripts/slurm/submit.sh",
         "scripts/slurm/slurm_train.sh",
         "scripts/status.sh",
+        "scripts/ls.sh",
+        "scripts/logs.sh",
     ],
 )
 def test_the_table_of_options_agrees_with_the_help(script: str) -> None:

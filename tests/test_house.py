@@ -38,9 +38,10 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "files": {"trust"},
     "health": {"exit_codes", "host", "launch", "nodelist", "terminal", "training", "transport", "trust"},
     "host": {"exit_codes", "trust"},
+    "index": {"files", "trust"},
     "jobs": {
-        "exit_codes", "files", "host", "jobs.dispatch", "jobs.host", "jobs.journal", "jobs.lists", "jobs.schedule",
-        "jobs.servers", "jobs.show", "launch", "records", "terminal", "training", "trust",
+        "exit_codes", "files", "host", "index", "jobs.dispatch", "jobs.host", "jobs.journal", "jobs.lists",
+        "jobs.schedule", "jobs.servers", "jobs.show", "launch", "records", "terminal", "training", "trust",
     },
     "jobs.dispatch": {"jobs.journal", "jobs.lists", "jobs.schedule", "training", "trust"},
     "jobs.host": {"exit_codes", "files", "host", "launch", "metrics", "training", "trust"},
@@ -62,7 +63,8 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
     "records": {"metrics", "trust"},
     "report": {"attempts", "files", "metrics", "nodelist", "records", "runs", "terminal", "trust", "verdict"},
     "runs": {
-        "attempts", "exit_codes", "files", "host", "metrics", "records", "terminal", "transport", "trust", "verdict",
+        "attempts", "exit_codes", "files", "host", "index", "metrics", "records", "terminal", "transport", "trust",
+        "verdict",
     },
     "slurm": {"exit_codes", "files", "host", "launch", "nodelist", "trust"},
     "smoke": {"files", "terminal", "torch", "trust", "world"},
@@ -77,11 +79,11 @@ MAY_IMPORT_PYTORCH = {"agent", "checkpoint", "compiler_cache", "smoke", "torch",
 # These modules run where nothing is installed yet, so they may import only each other and the standard library.
 STANDARD_LIBRARY_ALONE = {
     "agent.failure_records", "agent.fork_server", "agent.options", "agent.preloaded", "attempts",
-    "checkpoint.directory", "exit_codes", "files", "health", "host", "jobs.array_task", "jobs.host", "jobs.journal",
-    "jobs.lists.job",
-    "jobs.schedule.placement", "jobs.show.entries", "jobs.show.job_table", "jobs.show.page", "jobs.show.timeline",
-    "launch", "metrics", "nodelist", "records", "report", "runs", "slurm", "smoke.bandwidth", "smoke.summary",
-    "terminal", "training.base_model", "training.fold", "training.topics", "transport", "trust", "verdict", "world",
+    "checkpoint.directory", "exit_codes", "files", "health", "host", "index", "jobs.array_task", "jobs.host",
+    "jobs.journal", "jobs.lists.job", "jobs.schedule.placement", "jobs.show.entries", "jobs.show.job_table",
+    "jobs.show.page", "jobs.show.timeline", "launch", "metrics", "nodelist", "records", "report", "runs", "slurm",
+    "smoke.bandwidth", "smoke.summary", "terminal", "training.base_model", "training.fold", "training.topics",
+    "transport", "trust", "verdict", "world",
 }  # fmt: skip
 
 SCRIPTS = [

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from distributed import index
 from distributed.exit_codes import STOPPED
 from distributed.host import signals
 from distributed.jobs import list_plan
@@ -62,6 +63,7 @@ def run(options: ListOptions) -> int:
         )  # fmt: skip
         state.apply(record)
         list_journal.commit()
+        index.add(directory)
         return dispatch(list_journal, state, config, job_servers)
 
 

@@ -17,8 +17,12 @@ NEEDED, SECONDS = 3, 2.0  # steps that the last rank alone must have printed, an
 class ShownRanks:
     """The ranks that are shown on the console of a node, and in whose output steps are found."""
 
-    def __init__(self, chosen: str) -> None:
-        """chosen: the number of a rank; or auto:N, where N is the last rank, which is not the first one of its node."""
+    def __init__(self, chosen: str, seconds: float = SECONDS) -> None:
+        """chosen: the number of a rank; or auto:N, where N is the last rank, which is not the first one of its node.
+
+        seconds: since the first step of the last rank; 0 for output that was read from a log.
+        """
+        self._seconds = seconds
         kind, _, last = chosen.partition(":")
         self.ranks = {0 if kind == "auto" else int(kind)}
         self._last = int(last or 0)  # 0: the choice is final
@@ -49,7 +53,7 @@ class ShownRanks:
                 break
             self._since = self._since or time.monotonic()
             self._steps.add(values["step"])
-            if len(self._steps) >= NEEDED and time.monotonic() >= self._since + SECONDS:
+            if len(self._steps) >= NEEDED and time.monotonic() >= self._since + self._seconds:
                 self.ranks.add(rank)
         if self._lines <= 0:
             self._last = 0

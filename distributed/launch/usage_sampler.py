@@ -5,12 +5,13 @@ With srun, each task has a supervisor, and only the supervisor of the node's fir
 sample:
 
     {"time": 1764000000.5, "ranks": {"0": {"cpu": 41.2, "memory": 1288490188, "output": 5120}},
-     "gpus": {"3": {"use": 97, "memory": 17179869184, "ranks": [0]}}}
+     "gpus": {"3": {"use": 97, "memory": 17179869184, "ranks": [0]}}, "log": 20480}
 
 The keys of "ranks" are local ranks; the values include child processes. cpu: CPU seconds since the start; memory:
 resident bytes; output: bytes since the start. The keys of "gpus" are GPU indices on the node. use: percentage of time
 in which a kernel ran; memory: bytes in use; ranks: local ranks with processes on it. "gpus" is in few samples, because
-nvidia-smi is queried at most every 10 seconds. At MAX_SAMPLES samples, pairs are merged and the interval doubles.
+nvidia-smi is queried at most every 10 seconds. log: bytes of the node's log. At MAX_SAMPLES samples, pairs are merged
+and the interval doubles.
 
 Each supervisor imports this module when it starts, so modules that take milliseconds to import are imported on use.
 Standard library only.
@@ -60,6 +61,7 @@ def record(run: str, node: str, path: str) -> None:
         due = time.monotonic() + interval
         gpus = due >= query_gpus_at
         if (sample := take_sample(run, node, gpus=gpus))["ranks"]:  # empty: the ranks have not started yet
+            sample["log"] = size(f"{path.removesuffix('samples.jsonl')}log")
             samples.append(sample)
             with contextlib.suppress(OSError):  # usually a full disk
                 if len(samples) < MAX_SAMPLES:

@@ -1,12 +1,15 @@
 """Find a run: its directory, its nodes, and whether its launcher still runs.
 
-RUN is a run directory, its name in logs, or the number of its SLURM job. All other facts are in run.json, so any
-machine that shares the directory can find the run. The programs that use them run its Python and stop its processes, so
+RUN is a run directory, its name or a unique beginning of it, or the number of its SLURM job; the index leads to runs
+that were started in other directories. All other facts are in run.json, so any machine that shares the directory can
+find the run. The programs that use them run its Python and stop its processes, so
 a directory that another user owns or can write to is refused.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import os
 import re
 from collections.abc import Sequence
@@ -14,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from distributed import index
 from distributed.host.identity import machine
 from distributed.host.process_scan import start_time
 from distributed.trust import checked, foreign, parse_json, printable, read_bytes, user_name
@@ -21,7 +25,8 @@ from distributed.verdict.user_code import launched_package
 
 # States of a launcher. REMOTE: on another machine, state unknown. IN_JOB: the batch script of a running SLURM job.
 RUNNING, EXITED, REMOTE, IN_JOB = "running", "exited", "remote", "job"
-NEWEST = 5  # number of runs listed in an error
+LATEST = "latest"  # the newest run of a directory: the link that run_directory.link_to() makes
+NEWEST = 5  # number of runs, or of directories, listed in an error
 JOB = re.compile(r"\d+(_\d+)?", re.ASCII)  # number of a SLURM job, such as 17, or of an array element, such as 17_3
 # The parts of run.json that are read here.
 NODE = {"node": str, "address": str | None, "processes": range(1 << 20), "first_rank": range(1 << 30)}
@@ -77,21 +82,55 @@ class Run:
 
 
 def find(argument: str, cwd: Path, logs: Path) -> Path:
-    """Return the directory of a run. argument: a path, a name in logs, or the number of a SLURM job.
+    """Return the directory of a run: of this path, name, unique beginning of a name, or number of a SLURM job.
 
-    Raises RunLookupError if there is no such run; the message may list the newest runs.
+    Runs in `logs` precede those elsewhere, which the index has. `latest` is the newest run in `logs`. Raises
+    RunLookupError if there is no such run, or if several match; the message lists runs, or where runs are.
     """
-    jobs = [logs / f"slurm-{argument}"] if JOB.fullmatch(argument) else []
-    for directory in (cwd / argument, logs / argument, *jobs):
-        if os.path.isfile(directory / "run.json"):  # False if another user's directory is private
-            return resolve(directory)
+    if os.path.isfile(cwd / argument / "run.json"):  # False if another user's directory is private
+        return resolve(cwd / argument)
+    indexed = [Path(one) for one in index.directories() if one != os.path.realpath(logs)]
+    elsewhere = [] if argument == LATEST else indexed
+    for directories, runs_of in itertools.product(([logs], elsewhere), (_named, _beginning_with)):
+        found = [*dict.fromkeys(resolve(one) for directory in directories for one in runs_of(argument, directory))]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            candidates = " ".join(map(str, found[:NEWEST])) + " ..." * (len(found) > NEWEST)
+            raise RunLookupError(f"RUN '{argument}': several runs match, give more of the name: {candidates}")
     if os.path.isdir(cwd / argument):
         raise RunLookupError(f"RUN '{argument}': not a run directory: no run.json in it")
-    runs = sorted(logs.glob("*/run.json"), key=lambda path: path.stat().st_mtime)
-    if names := [path.parent.name for path in runs if not path.parent.is_symlink()]:
+    if names := own_runs(logs):
         newest = " ".join(names[: -NEWEST - 1 : -1])
         raise RunLookupError(f"RUN '{argument}': no such run; newest in {logs}: {newest}")
-    raise RunLookupError(f"RUN '{argument}': no such run, and no runs in {logs}; name its directory with --log-dir")
+    known = " ".join(itertools.islice((str(one) for one in indexed if own_runs(one)), NEWEST))
+    where = f"your runs are in {known}; name one of these" if known else "name its directory"
+    raise RunLookupError(f"RUN '{argument}': no such run, and no runs in {logs}; {where} with --log-dir")
+
+
+def _named(argument: str, logs: Path) -> list[Path]:
+    """The run with this name or SLURM job number."""
+    names = [argument, *([f"slurm-{argument}"] if JOB.fullmatch(argument) else [])]
+    return [logs / name for name in names if os.path.isfile(logs / name / "run.json")][:1]
+
+
+def _beginning_with(argument: str, logs: Path) -> list[Path]:
+    """The runs whose names begin with this text, the newest first."""
+    if argument in ("", LATEST) or JOB.fullmatch(argument):
+        return []
+    return [logs / name for name in reversed(own_runs(logs, argument))]
+
+
+def own_runs(logs: Path, beginning: str = "") -> list[str]:
+    """The names of this user's runs in a directory, the newest last."""
+    found = []
+    with contextlib.suppress(OSError), os.scandir(logs) as entries:
+        for entry in entries:
+            if entry.name.startswith(beginning) and entry.is_dir(follow_symlinks=False):
+                with contextlib.suppress(OSError):  # no run, or it has been removed
+                    if entry.stat(follow_symlinks=False).st_uid == os.geteuid():
+                        found.append((os.stat(f"{entry.path}/run.json").st_mtime, entry.name))
+    return [name for _, name in sorted(found)]
 
 
 def resolve(path: Path) -> Path:

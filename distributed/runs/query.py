@@ -250,7 +250,7 @@ class RunQuery:
         self.run = replace(run, launcher=launcher)
 
     @property
-    def _commands(self) -> LocalCommands:
+    def commands(self) -> LocalCommands:
         """The way to run a command for a node: over ssh or, for a SLURM job, inside the job.
 
         If the job has ended, the command runs on this machine, which shares the run directory with the node.
@@ -261,7 +261,7 @@ class RunQuery:
 
     def call_nodes(self, command: Callable[[RunNode], list[str]], timeout: float) -> dict[RunNode, Reply]:
         """Run a command on each node of the run's newest attempt. timeout: seconds."""
-        calls = {node: self._commands.command(node, command(node), "/", timeout=timeout) for node in self.run.nodes}
+        calls = {node: self.commands.command(node, command(node), "/", timeout=timeout) for node in self.run.nodes}
         replies = self.calls.call_all(calls, self._log, timeout=timeout)
         return {node: replies[node.node] for node in self.run.nodes}
 

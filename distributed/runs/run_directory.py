@@ -18,7 +18,7 @@ import os
 import sys
 import time
 
-from distributed import attempts
+from distributed import attempts, index
 from distributed.files import KIT, read_json, version, write_json
 from distributed.host.identity import machine, user, versions
 from distributed.host.process_scan import start_time
@@ -100,6 +100,8 @@ def create(
 
             shutil.rmtree(directory, ignore_errors=True)
         raise
+    if not existing:
+        index.add(os.path.dirname(directory))
     return directory
 
 

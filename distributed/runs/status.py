@@ -14,9 +14,7 @@ scripts/status.sh executes this program, which queries the nodes, judges their r
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
 import shlex
 import shutil
 import sys
@@ -27,26 +25,23 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from distributed import metrics, terminal
+from distributed import terminal
 from distributed.attempts import newest
-from distributed.exit_codes import STOPPED, TIMED_OUT, UNFIT
+from distributed.exit_codes import UNFIT
 from distributed.files import KIT, command_of
-from distributed.host.signals import signal_name
 from distributed.records import node_changes, read_object
-from distributed.runs.lookup import EXITED, IN_JOB, REMOTE, RUNNING, Run, RunLookupError, constant_arguments, read
+from distributed.runs.lookup import EXITED, IN_JOB, REMOTE, RUNNING, Run, constant_arguments
 from distributed.runs.node_status import GpuUsage, RankStatus, RunProgress, read_progress
 from distributed.runs.query import (
     JobWithoutRun,
     NodeReply,
     RunQuery,
     find_run,
-    job_states,
     parser_of,
     remaining_processes,
 )
 from distributed.terminal import BOLD, DIM, GREEN, RED, YELLOW, duration, paint
 from distributed.transport.commands import Messages, TransportError, exit_on_signals
-from distributed.trust import printable
 from distributed.verdict.hang_analysis import Activity, Diagnosis, diagnose, needs_stacks
 from distributed.verdict.verdict import decide
 
@@ -400,106 +395,13 @@ class Viewer:
                     self.show(status)
 
 
-# ---------------------------------------------------------------- all runs
-
-# A narrow terminal shows only the first columns, but at least four.
-ALL_COLUMNS = ("run", "state", "verdict", "step", "loss", "time", "started", "nodes")
-LONGEST_NAME = 40  # characters of the name of a run; the last 20 are date, time and a number
-ROWS = 50  # runs that are shown
-MAX_FAULTS = 5  # messages about runs that are not shown
-END_BYTES = 4096  # read from each end of metrics.jsonl
-REASONS = {0: "", STOPPED: "with checkpoint", TIMED_OUT: "hung"}  # exit code -> reason in the table
-
-
-def all_runs(logs: Path, width: int | None, most: int = ROWS) -> list[str]:
-    """A table of the runs in a directory, the newest first, from their files and squeue; no node is queried.
-
-    most: the number of runs to read.
-    """
-    names = names_of_directories(logs)
-    rows, faults, jobs = list[list[str]](), list[str](), list[tuple[str, list[str]]]()
-    while names and len(rows) + len(faults) < most:
-        directory = logs / names.pop()
-        if not os.path.isfile(directory / "run.json"):  # False if another user does not let this one read it
-            continue
-        try:
-            row, job = row_of_run(directory)
-        except (RunLookupError, TypeError, ValueError, OverflowError) as error:  # such as a file of another version
-            faults.append(
-                printable(f"not shown: {'' if isinstance(error, RunLookupError) else f'{directory}: '}{error}")
-            )
-            with contextlib.suppress(OSError):  # directories of others use up no rows
-                most += os.lstat(directory).st_uid != os.geteuid()
-            continue
-        rows.append(row)
-        if job:
-            jobs.append((job, row))
-    states = job_states([job for job, _ in jobs])
-    for job, row in jobs:
-        row[1] = states.get(job, "unknown").lower()  # no state: the job has ended
-    lines: list[str] = [] if rows else [f"no runs in {logs}"]
-    for count in range(len(ALL_COLUMNS), 3, -1) if rows else ():
-        cells = [[paint(head, DIM) for head in ALL_COLUMNS[:count]], *(row[:count] for row in rows)]
-        lines = terminal.table(cells, (3, 4), width)
-        if width is None or max(map(terminal.columns, lines)) <= width:
-            break
-    lines += faults[:MAX_FAULTS]
-    if faults[MAX_FAULTS:]:
-        lines.append(f"not shown: {len(faults)} runs in all")
-    if names:
-        older = "older run is" if len(names) == 1 else "older runs are"
-        lines.append(f"{len(names):,} {older} not shown; to show all: --rows {len(rows) + len(faults) + len(names)}")
-    return lines
-
-
-def names_of_directories(logs: Path) -> list[str]:
-    """The names of the directories in `logs`, those of the newest runs last. No directory is read."""
-    with contextlib.suppress(OSError), os.scandir(logs) as entries:
-        names = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
-        return sorted(names, key=lambda name: name[-20:])  # date, time and a number
-    return []
-
-
-def row_of_run(directory: Path) -> tuple[list[str], str]:
-    """The cells of ALL_COLUMNS, and the SLURM job whose state is that of the run, or "". Raises RunLookupError."""
-    found = metrics.find(directory)
-    run, known, is_guess = read(directory), metrics.newest(found, END_BYTES), found.endswith(metrics.FROM_OUTPUT)
-    state, started, end, shown = run.launcher.state, datetime.fromisoformat(run.started), time.time(), ""
-    job = run.job if state == REMOTE else ""
-    if verdict := read_object(path := Path(newest(directory), "verdict.json"), []):
-        state, end, job = "ended", path.stat().st_mtime, ""
-        outcome, code = printable(str(verdict.get("outcome"))), int(verdict.get("exit_code", 1))
-        exception = str(verdict.get("exception") or "").rpartition(".")[2]
-        reason = printable(exception or signal_name(code) or REASONS.get(code, f"code {code}"))
-        shown = paint(f"{outcome}: {reason}" if reason else outcome, {"ok": GREEN, "failed": RED}.get(outcome, YELLOW))
-    name, step = printable(directory.name), f"{known['step']:,}" if "step" in known else ""
-    if not step and "epoch" in known:
-        step = f"epoch {known['epoch']:g}"
-    cells = [
-        name if len(name) <= LONGEST_NAME else f"{name[:19]}…{name[-20:]}",
-        {EXITED: "unknown"}.get(state, state),
-        shown,
-        "~" * bool(is_guess and step) + step,
-        f"{float(known['loss']):.4f}" if "loss" in known else "",
-        duration(round(end - started.timestamp())) if state in ("ended", RUNNING) else "",
-        started.strftime("%Y-%m-%d %H:%M"),
-        " ".join(node.node for node in run.nodes),
-    ]
-    return cells, job
-
-
 def main(arguments: Sequence[str]) -> int:
     """Print the status. Returns Status.exit_code, or 2 if there is no such run."""
     parser = parser_of("status", str(__doc__))
     parser.add_argument("--watch", action="store_true", help="refresh until the run has ended")
     parser.add_argument("--stacks", action="store_true", help="also print the stacks")
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--all", action="store_true", help="show a table of all runs")
-    parser.add_argument("--rows", type=int, default=ROWS, help="with --all: the number of runs that are shown")
     options = parser.parse_args(arguments)
-    if options.all:
-        terminal.show("".join(f"{line}\n" for line in all_runs(options.log_dir, terminal.width(), options.rows)))
-        return 0
     messages = Messages(options.program, quiet=options.watch)
     exit_on_signals()
     try:

@@ -28,7 +28,8 @@ declare -A VARIABLE_OF=(
   [--backend]=BACKEND [--max-bytes]=MAX_BYTES [--seconds]=TABLE_SECONDS [--timeout]=TIMEOUT
   [--sync]=SYNC [--lease]=LEASE [--attach]=ATTACH [--notify]=NOTIFY [--detach]=DETACH [--dry-run]=DRY_RUN
   [--json]=JSON [--watch]=WATCH [--stacks]=STACKS [--now]=NOW [--certain]=CERTAIN [--fresh]=FRESH [--all]=ALL
-  [--rows]=ROWS [--quiet]=QUIET [--follow]=FOLLOW [--template]=TEMPLATE
+  [--rows]=ROWS [--quiet]=QUIET [-f]=FOLLOW [--follow]=FOLLOW [--template]=TEMPLATE
+  [--rank]=SHOWN_RANK [--node]=SHOWN_NODE [--since]=SINCE
   [--nproc]=NPROC [--nproc-per-node]=NPROC [--on]=ON [--slurm]=SLURM_NODES [--pdsh]=PDSH
   [--module]=MODULE
 )
@@ -57,7 +58,7 @@ MIN_NODES=''          # fewest nodes with which a run continues; empty: all node
 LEASE=''              # seconds; 0: none; empty: the default
 ATTACH=''             # the run to attach to, which has lost its launcher
 NOTIFY=${MUSTER_NOTIFY-} # command that is called when the run restarts, ends or has a fault; may contain a secret
-NPROC='' CONFIG='' LEVEL='' ROWS=''
+NPROC='' CONFIG='' LEVEL='' ROWS='' SHOWN_RANK='' SHOWN_NODE='' SINCE=''
 ON='' SLURM_NODES='' PDSH=''
 BACKEND=auto MAX_BYTES='' TABLE_SECONDS='' TIMEOUT=''
 SYNC=0 DETACH=0 JSON=0 WATCH=0 STACKS=0 NOW=0 CERTAIN=0 FRESH=0 ALL=0 FOLLOW=0 TEMPLATE=0 PREFLIGHT=1
@@ -167,6 +168,7 @@ show_help() {
 refuse_option() { # <option>
   local hint
   refuse_removed "${1%%=*}"
+  refuse_removed "${PROGRAM_FILE##*/} ${1%%=*}"
   [[ ! $TAKE_SCRIPT ]] || refuse_option_of_others "${1%%=*}"
   hint=$(explain_familiar_option "$1")
   if [[ ! $hint ]]; then
@@ -178,8 +180,8 @@ refuse_option() { # <option>
 }
 
 
-# Refuse the call if an option or variable is one that Muster no longer has.
-refuse_removed() { # <option or variable>
+# Refuse the call if an option or variable is one that Muster, or this program, no longer has.
+refuse_removed() { # <option or variable; or a program and its option>
   local line
   while IFS= read -r line; do
     [[ $line != "$1: "* ]] || die_usage "$line"

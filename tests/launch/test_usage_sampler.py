@@ -116,4 +116,5 @@ def test_samples_are_written_while_the_command_runs(run: SupervisedRun) -> None:
     first, second = (json.loads(line) for line in file.read_text().splitlines()[:2])
     assert first["time"] < second["time"]
     assert first["ranks"]["1"]["output"] == len("hello\n") and first["ranks"]["1"]["memory"] > 0
+    assert first["log"] == os.path.getsize(run.files.log) > 0
     os.kill(run.pid("supervisor"), signal.SIGTERM)

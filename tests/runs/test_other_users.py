@@ -137,8 +137,8 @@ def test_a_run_json_of_another_user_in_an_own_directory_is_refused(shared: Path)
 def test_the_table_of_all_runs_names_what_it_does_not_show(shared: Path) -> None:
     (shared / "logs").mkdir(mode=0o755)
     directory, _ = planted_run(shared / "logs", ATTACKER)
-    done = run_as(VICTIM, "status.sh", "--all", cwd=shared)
-    assert f"not shown: logs/{directory.name}: belongs to {ATTACKER}, and you are {VICTIM}" in done.stdout
+    done = run_as(VICTIM, "ls.sh", cwd=shared)
+    assert f"not shown: {shared}/logs/{directory.name}: belongs to {ATTACKER}, and you are {VICTIM}" in done.stdout
 
 
 def test_a_private_run_of_another_user_does_not_hide_the_others(shared: Path) -> None:
@@ -150,7 +150,7 @@ def test_a_private_run_of_another_user_does_not_hide_the_others(shared: Path) ->
             directory.chmod(0o700)
         else:
             own.append(directory.name)
-    done = run_as(VICTIM, "status.sh", "--all", cwd=shared)
+    done = run_as(VICTIM, "ls.sh", cwd=shared)
     assert done.returncode == 0 and done.stderr == ""
     assert [line.split()[0] for line in done.stdout.splitlines()[1:]] == own
 
@@ -163,14 +163,12 @@ def test_directories_of_others_do_not_use_up_the_rows_of_the_table_of_all_runs(s
     for number in range(3):
         copy = Path(shutil.copytree(theirs, shared / f"logs/train-20990102-030405-000{number}", symlinks=True))
         give(copy, ATTACKER)
-    done = run_as(VICTIM, "status.sh", "--all", "--rows", "2", cwd=shared)
+    done = run_as(VICTIM, "ls.sh", "--rows", "2", cwd=shared)
     assert own.name in done.stdout.partition("not shown")[0], done.stdout
     assert done.stdout.count(f"belongs to {ATTACKER}") == 4
 
 
-@pytest.mark.parametrize(
-    "call", [("status.sh", "none"), ("status.sh", "--all"), ("stop.sh", "none"), ("report.sh", "none")]
-)
+@pytest.mark.parametrize("call", [("status.sh", "train"), ("stop.sh", "none"), ("report.sh", "train"), ("ls.sh",)])
 def test_the_name_of_another_users_directory_is_no_line_of_its_own(shared: Path, call: tuple[str, ...]) -> None:
     (shared / "logs").mkdir()
     directory, _ = planted_run(shared / "logs", ATTACKER)
@@ -178,7 +176,8 @@ def test_the_name_of_another_users_directory_is_no_line_of_its_own(shared: Path,
     (shared / "logs").chmod(0o1777)
     done = run_as(VICTIM, *call, cwd=shared)
     printed = done.stdout + done.stderr
-    assert "train stop.sh: forged" in printed and "\nstop.sh: forged" not in printed and "\x1b" not in printed
+    assert ("train stop.sh: forged" in printed) == (call[0] == "ls.sh"), "a name of another user is no candidate"
+    assert "\nstop.sh: forged" not in printed and "\x1b" not in printed
 
 
 def test_an_own_run_is_reported_and_a_planted_link_is_replaced(shared: Path) -> None:

@@ -387,7 +387,7 @@ def test_status_verdict_report_and_stop_read_a_run_of_version_0_1_0(earlier: Pat
     assert "ValueError: code 3" in output_of(str(KIT / "scripts/status.sh"), earlier.name)
     verdict = [sys.executable, str(KIT / "scripts/lib/module.py"), "verdict.verdict", str(earlier)]
     assert "verdict: failed: rank 0 on n1 raised ValueError: code 3" in output_of(*verdict)
-    assert "failed: ValueError" in output_of(str(KIT / "scripts/status.sh"), "--all")
+    assert "failed: ValueError" in output_of(str(KIT / "scripts/ls.sh"))
     output_of(str(KIT / "scripts/report.sh"), earlier.name)
     page = (earlier / "report.html").read_text()
     assert "code 3" in page and "attempt 2" in page

@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
+import shutil
 import time
 from argparse import Namespace
 from dataclasses import replace
@@ -19,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from distributed import index
 from distributed.host import identity, process_scan
 from distributed.host.replies import MARKER, Reply
 from distributed.launch.hang_decision import seconds_without_output
@@ -369,135 +369,49 @@ def test_a_launcher_is_identified_by_pid_and_start_time() -> None:
     )
 
 
-# ---------------------------------------------------------------- all runs
+# ---------------------------------------------------------------- the forms of RUN
 
 
-def finished_run(logs: Path, number: int, verdict: dict[str, Any] | None, **changes: Any) -> Path:
-    """Create a run that was started on day `number` of January 2025. changes: changed fields of run.json."""
-    nodes = [RunNode("node1", "", 1, 0), RunNode("node2", "", 1, 1)]
-    made = run_directory.create(
-        str(logs), "train", nodes=nodes, script="train.py", config=None, cwd="/", python="python3", command=["x"],
-        launcher=os.getpid(),
-    )  # fmt: skip
-    directory = logs / f"train-202501{number:02}-030405-9f3a"
-    os.rename(made, directory)
-    facts = json.loads((directory / "run.json").read_text())
-    facts |= {"started": f"2025-01-{number:02}T03:04:05+00:00"} | changes
-    (directory / "run.json").write_text(json.dumps(facts))
-    if verdict:
-        path = directory / "verdict.json"
-        path.write_text(json.dumps(verdict))
-        end = START + 86400 * (number - 2) + 90
-        os.utime(path, (end, end))
-    return directory
+def test_a_unique_beginning_is_a_run_and_an_ambiguous_one_is_refused_with_the_candidates(tmp_path: Path) -> None:
+    one, two = create_run(tmp_path / "logs"), create_run(tmp_path / "logs")
+    (tmp_path / "train").mkdir()
+    assert lookup.find(one.name[:-1], tmp_path, tmp_path / "logs") in (one, two)
+    (tmp_path / "logs/eval-1").mkdir()
+    assert one.name[:6] == "train-"
+    with pytest.raises(RunLookupError) as ambiguous:
+        lookup.find("train", tmp_path, tmp_path / "logs")
+    assert "RUN 'train': several runs match, give more of the name: " in str(ambiguous.value)
+    assert str(one) in str(ambiguous.value) and str(two) in str(ambiguous.value)
+    for argument in ("eval", ""):
+        with pytest.raises(RunLookupError, match=r"no such run|not a run directory"):
+            lookup.find(argument, tmp_path, tmp_path / "logs")
 
 
-def test_the_table_of_all_runs_has_the_newest_first_and_a_short_form_of_each_verdict(tmp_path: Path) -> None:
-    exited = {"launcher": {"host": "h", "machine": identity.machine(), "pid": 1, "since": 0, "grace": 8}}
-    remote = {"launcher": {"host": "h", "machine": "another", "pid": 1, "since": 1, "grace": 8}}
-    verdicts = {
-        "ok": {"outcome": "ok", "exit_code": 0},
-        "stopped: with checkpoint": {"outcome": "stopped", "exit_code": 75},
-        "failed: OutOfMemoryError": {"outcome": "failed", "exit_code": 1, "exception": "torch.OutOfMemoryError"},
-        "failed: SIGKILL": {"outcome": "failed", "exit_code": 137},
-        "failed: hung": {"outcome": "failed", "exit_code": 124},
-        "failed: code 3": {"outcome": "failed", "exit_code": 3},
-    }
-    for number, verdict in enumerate(verdicts.values(), 2):
-        newest = finished_run(tmp_path, number, verdict)
-    finished_run(tmp_path, 9, None, **exited)
-    finished_run(tmp_path, 10, None, **remote)
-    finished_run(tmp_path, 11, None)
-    lines = [json.dumps({"step": step, "steps": 2000, "loss": 3 - step / 1000}) for step in range(0, 1501, 5)]
-    (newest / "metrics.jsonl").write_text("\n".join(lines) + "\n")
-    (tmp_path / "latest").symlink_to(newest.name)
-    for name, content in (("damaged", "{"), ("older", "{}"), ("other", '{"directory": 1, "launcher": {}}')):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "run.json").write_text(content)
-    head, *rows, other, older, damaged = [plain(line) for line in status.all_runs(tmp_path, None)]
-    assert other.startswith(f"not shown: {tmp_path}/other/run.json: incomplete, or written by an older version")
-    assert older.startswith(f"not shown: {tmp_path}/older/run.json: incomplete")
-    assert damaged.startswith(f"not shown: {tmp_path}/damaged/run.json: cannot be read (")
-    assert head.split() == ["run", "state", "verdict", "step", "loss", "time", "started", "nodes"]
-    assert [row[12:14] for row in rows] == ["11", "10", "09", *(f"{number:02}" for number in range(7, 1, -1))]
-    assert [row.split()[1] for row in rows] == ["running", "remote", "unknown", *["ended"] * 6]
-    for row, words in zip(rows[:2:-1], verdicts, strict=True):
-        assert re.split("  +", row)[2] == words and row.endswith("node1 node2") and "  1 min 30 s  " in row
-    assert "  failed: code 3" in rows[3] and "  1,500  1.5000  " in rows[3]
-    (newest / "metrics.jsonl").rename(newest / FROM_OUTPUT)
-    assert "  ~1,500  1.5000  " in plain(status.all_runs(tmp_path, None)[4])
-    for width in (80, 112):
-        for row in status.all_runs(tmp_path, width)[:-3]:
-            assert columns(row) <= width
+def test_a_run_is_found_from_another_directory(tmp_path: Path) -> None:
+    run = create_run(tmp_path / "one/logs")
+    run_directory.link_to(str(run), [], ["17"])
+    (tmp_path / "empty").mkdir()
+    for argument in (run.name, "train", "17"):
+        assert lookup.find(argument, tmp_path / "empty", tmp_path / "empty/logs") == run
+    here = create_run(tmp_path / "here")
+    assert lookup.find("train", tmp_path, tmp_path / "here") == here, "runs of this directory come first"
+    with pytest.raises(RunLookupError) as missing:
+        lookup.find("latest", tmp_path / "empty", tmp_path / "empty/logs")
+    where = f"your runs are in {tmp_path}/here {tmp_path}/one/logs; name one of these with --log-dir"
+    assert str(missing.value) == f"RUN 'latest': no such run, and no runs in {tmp_path}/empty/logs; {where}"
+    shutil.rmtree(tmp_path / "one")
+    with pytest.raises(RunLookupError, match="RUN '17': no such run"):
+        lookup.find("17", tmp_path / "empty", tmp_path / "empty/logs")
 
 
-def test_the_table_of_all_runs_asks_slurm_once_for_the_states_of_all_jobs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    launcher = {"host": "h", "machine": "another", "pid": 1, "since": 1, "grace": 8}
-    for number in range(2, 6):
-        verdict = {"outcome": "ok", "exit_code": 0} if number == 5 else None
-        finished_run(tmp_path / "logs", number, verdict, launcher=launcher, slurm_job=f"1{max(number, 3)}")
-    (tmp_path / "squeue").write_text(f'#!/bin/sh\necho "$*" >>{tmp_path}/calls\necho 13 RUNNING\n')
-    (tmp_path / "squeue").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    rows = [plain(line).split()[1] for line in status.all_runs(tmp_path / "logs", None)[1:]]
-    assert rows == ["ended", "unknown", "running", "running"]
-    (call,) = (tmp_path / "calls").read_text().splitlines()
-    assert "--jobs 14,13,13 " in call
+def test_a_number_is_no_beginning_of_a_name(tmp_path: Path) -> None:
+    run = create_run(tmp_path)
+    run.rename(tmp_path / "2025-train")
+    with pytest.raises(RunLookupError, match="no such run"):
+        lookup.find("2025", tmp_path, tmp_path)
+    assert lookup.find("2025-", tmp_path, tmp_path).name == "2025-train"
 
 
-def test_the_table_of_all_runs_shows_and_reads_only_the_newest(tmp_path: Path) -> None:
-    for number in range(2, 8):
-        older = finished_run(tmp_path, number, {"outcome": "ok", "exit_code": 0})
-        if number < 6:
-            (older / "run.json").write_text("{")
-    (tmp_path / "latest").symlink_to(older.name)
-    (tmp_path / "jobs").mkdir()
-    _, *rows, more = [plain(line) for line in status.all_runs(tmp_path, None, 2)]
-    assert [row[12:14] for row in rows] == ["07", "06"]
-    assert more == "4 older runs are not shown; to show all: --rows 6"
-    assert len(status.all_runs(tmp_path, None, 3)) == 5, "a fault counts as a row"
-    assert plain(status.all_runs(tmp_path, None, 5)[-1]) == "1 older run is not shown; to show all: --rows 6"
-    assert "--rows" not in "".join(status.all_runs(tmp_path, None, 6))
-
-
-def test_the_table_of_all_runs_fits_and_is_readable_for_odd_names(tmp_path: Path) -> None:
-    assert status.all_runs(tmp_path, 80) == [f"no runs in {tmp_path}"]
-    finished = finished_run(tmp_path, 2, {"outcome": "failed", "exit_code": 1, "exception": "Odd\nName"})
-    (finished / FROM_OUTPUT).write_text('{"epoch": 0.5, "loss": 2.5, "time": 1.0}\n')
-    finished.rename(tmp_path / f"{'long_' * 15}\n-20250102-030405-9f3a")
-    lines = [plain(line) for line in status.all_runs(tmp_path, 80)]
-    assert len(lines) == 2 and all(columns(line) <= 80 for line in lines)
-    assert lines[1].startswith("long_long_long_long…20250102-030405-9f3a  ended  failed: Odd Name  ~epoch 0.5")
-
-
-@pytest.mark.parametrize(
-    ("verdict", "shown"),
-    [
-        ({"outcome": "ok", "exit_code": float("inf")}, "not shown: "),
-        ({"outcome": "ok", "exit_code": []}, "not shown: "),
-        ({"outcome": "a\nb", "exit_code": 0}, " a b "),
-    ],
-)
-def test_the_table_of_all_runs_survives_any_verdict(tmp_path: Path, verdict: dict[str, Any], shown: str) -> None:
-    finished_run(tmp_path, 2, verdict)
-    assert shown in plain(status.all_runs(tmp_path, None)[1])
-
-
-def test_status_all_prints_the_table_and_takes_no_run(tmp_path: Path) -> None:
-    script = [str(Path(__file__).resolve().parents[2] / "scripts/status.sh"), "--python", sys.executable, "--all"]
-    finished_run(tmp_path / "logs", 2, {"outcome": "ok", "exit_code": 0})
-    done = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines()[1].startswith("train-20250102-030405-9f3a  ended  ok ")
-    for more in (["latest"], ["--json"], ["--watch"], ["--stacks"]):
-        refused = subprocess.run([*script, *more], cwd=tmp_path, capture_output=True, text=True)
-        assert refused.returncode == 2
-        assert "--all cannot be combined with RUN, --watch, --stacks and --json" in refused.stderr
-    for wrong, message in ((["--all", "--rows", "0"], "--rows: expected"), (["--rows", "2"], "--rows needs --all")):
-        refused = subprocess.run([*script[:-1], *wrong], cwd=tmp_path, capture_output=True, text=True)
-        assert (refused.returncode, message in refused.stderr) == (2, True)
-    finished_run(tmp_path / "logs", 3, {"outcome": "ok", "exit_code": 0})
-    done = subprocess.run([*script, "--rows", "1"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.stdout.splitlines()[2] == "1 older run is not shown; to show all: --rows 2"
+def test_the_run_of_a_directory_that_is_requeued_or_of_a_job_is_not_indexed(tmp_path: Path) -> None:
+    create_run(tmp_path / "logs", existing=str(tmp_path / "output"))
+    assert index.directories() == []
