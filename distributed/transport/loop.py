@@ -1,7 +1,7 @@
 """The event loop of a program that runs commands on nodes: files, timers, signals, and clients.
 
 A client is a local process, for example ssh, that runs a command on a node. asyncio, in which the dispatcher of a job
-list runs, is not used here: its import would nearly double the start of a launch.
+list runs, is not used here: its import takes nearly as long as all imports of a launch.
 """
 
 from __future__ import annotations
