@@ -133,8 +133,8 @@ check_backend_here() {
 test_ranks() {
   local code=0 run pipe
   exec {pipe}<> <(:) # an anonymous pipe
-  run_forwarding_signals exec_in_environment 2 MUSTER_RUN_FILE="/proc/$$/fd/$pipe" MUSTER_TEST_CONNECTIONS=1 \
-    "$LAUNCHER_FILE" "${LAUNCHER_ARGUMENTS[@]}" >&2 || code=$?
+  run_forwarding_signals exec_in_environment 1 MUSTER_SMOKE_TEST="/proc/$$/fd/$pipe" "$LAUNCHER_FILE" \
+    "${LAUNCHER_ARGUMENTS[@]}" >&2 || code=$?
   read -r -t 0 -u "$pipe" || exit "$code" # the launcher has made no run directory
   read -r -u "$pipe" run
   if [[ -e $run/smoke.json ]]; then

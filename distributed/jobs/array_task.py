@@ -18,7 +18,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import time
 from functools import partial
@@ -27,6 +26,7 @@ from typing import Any
 from distributed.exit_codes import KILLED, UNFIT, WRONG_CALL
 from distributed.files import write_json
 from distributed.host import signals
+from distributed.host.system import run_program
 from distributed.jobs.host import host_attempt, outputs
 from distributed.jobs.host.specification import ELEMENT, SERVER, Facts, claim_spec, names_in, remove, taken_path
 from distributed.launch import node_files, supervisor
@@ -100,12 +100,7 @@ def reason_of_end(job: str) -> tuple[str, str]:
     """(cause, message): why SLURM is stopping a job; both empty if SLURM is not stopping it, or does not reply."""
     if not job.replace("_", "").isdecimal():
         return "", ""
-    command = ["scontrol", "show", "job", "--oneliner", job]
-    try:
-        shown = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=SCONTROL_TIMEOUT)
-    except (OSError, subprocess.TimeoutExpired):
-        return "", ""
-    return reason_in(os.fsdecode(shown.stdout))
+    return reason_in(run_program(["scontrol", "show", "job", "--oneliner", job], SCONTROL_TIMEOUT).out)
 
 
 def reason_in(shown: str) -> tuple[str, str]:

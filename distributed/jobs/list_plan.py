@@ -48,8 +48,6 @@ from distributed.terminal import plural
 from distributed.training.base_model import BaseModelError, hash_of
 from distributed.training.fold import default_participants
 
-SHOWN = 10  # maximum number of failed jobs in the summary, and of data leaks (see leak_warnings) in one message
-
 
 @dataclass(frozen=True)
 class ListConfig:
@@ -62,6 +60,16 @@ class ListConfig:
     cache: Cache
     list_id: str
     warnings: Sequence[str] = ()  # printed before the list starts
+
+
+def checked_list(options: ListOptions) -> tuple[ListConfig, list[JobServer]]:
+    """The list of a call, and its servers, after all checks that need no journal. Raises ConfigError and CallError."""
+    config = read_config(options)
+    refuse_log_file(options)
+    job_servers = make_servers(config)
+    refuse_unplaceable_jobs(config.jobs, job_servers)
+    refuse_foreign_outputs(config)
+    return config, job_servers
 
 
 def read_config(options: ListOptions) -> ListConfig:
@@ -106,7 +114,7 @@ def with_bases(config: ListConfig, jobs: Sequence[Job]) -> ListConfig:
             raise ConfigError(f"{options.log_file}: start the list again: {removed(['--base-models'])}")
         rules = bases.rules_of(config.cluster, config.script)
         plan = bases.plan_of(jobs, rules)
-        warnings = leak_warnings(plan, rules)
+        warnings = bases.leak_warnings(plan, rules)
         if warnings and options.refuse_leaks:
             raise ConfigError("\n".join(warnings) + ", or run without --refuse-leaks")
         jobs = with_base_models(options, rules, plan, cache)
@@ -174,17 +182,6 @@ def jobs_to_add(config: ListConfig, job_servers: Sequence[JobServer], jobs: Sequ
 def slots_needed(jobs: Sequence[Job]) -> int:
     """The number of slots that all jobs need together, if each GPU is a slot."""
     return sum(max(1, job.options.gpus) for job in jobs)
-
-
-def leak_warnings(plan: bases.BasePlan, rules: bases.Rules) -> list[str]:
-    """Lines about jobs whose base model is, or may be, trained on the participant that they hold out."""
-    unknown = [
-        f"{base.subject}: its participants are unknown on this machine, cannot check for leaks; set participants"
-        for base in bases.not_checked(plan, rules)
-    ]
-    found = [*bases.leaks(plan), *unknown]
-    more = [f"and {len(found) - SHOWN} more"] if found[SHOWN:] else []
-    return [*found[:SHOWN], *more, bases.LEAK_REMEDY] if found else []
 
 
 def with_base_models(options: ListOptions, rules: bases.Rules, plan: bases.BasePlan, cache: Cache) -> list[Job]:
@@ -282,8 +279,13 @@ def refuse_foreign_outputs(config: ListConfig) -> None:
     raise_faults(faults)
 
 
-def refuse_existing_results(options: ListOptions) -> None:
-    """Raises CallError if a file that belongs to no list would be overwritten."""
+def refuse_log_file(options: ListOptions) -> None:
+    """Raises CallError if the directory of --log-file is missing, or a file of no list would be overwritten."""
+    # If --log-file is a link, this is the directory of the target.
+    directory = os.path.dirname(os.path.realpath(options.log_file))
+    if not os.path.isdir(directory):
+        shown = directory if options.log_file.is_symlink() else options.log_file.parent
+        raise CallError(f"--log-file {options.log_file}: no such directory: {shown}; create it")
     journal_path = journal_of(options.log_file)
     phases = phase_files(options.log_file) if options.two_phase else ()
     for path in (options.log_file, options.log_file.with_suffix(".html"), *phases):

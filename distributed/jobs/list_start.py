@@ -22,7 +22,7 @@ from distributed.jobs.dispatch.recorder import Recorder, Shown
 from distributed.jobs.host.host_attempt import NOTHING_WRITTEN
 from distributed.jobs.journal.journal import Journal
 from distributed.jobs.journal.state import ListState, job_records
-from distributed.jobs.list_plan import SHOWN, ListConfig
+from distributed.jobs.list_plan import ListConfig
 from distributed.jobs.schedule.backend import JobServer, ServerLink
 from distributed.jobs.servers import sockets, ssh_server
 from distributed.jobs.show import console
@@ -31,21 +31,13 @@ from distributed.launch import forwarding, node_processes
 from distributed.launch.notify import Notifier
 from distributed.terminal import plural
 
+SHOWN = 10  # maximum number of failed jobs in the summary
 WRITE_INTERVAL = 0.5  # seconds between checks whether to write the results, and between updates of the table
 
 
 def run(options: ListOptions) -> int:
     """Run or continue a list. Returns the exit code."""
-    config = list_plan.read_config(options)
-    # If --log-file is a link, this is the directory of the target.
-    directory = os.path.dirname(os.path.realpath(options.log_file))
-    if not os.path.isdir(directory):
-        shown = directory if options.log_file.is_symlink() else options.log_file.parent
-        raise CallError(f"--log-file {options.log_file}: no such directory: {shown}; create it")
-    list_plan.refuse_existing_results(options)
-    job_servers = list_plan.make_servers(config)
-    list_plan.refuse_unplaceable_jobs(config.jobs, job_servers)
-    list_plan.refuse_foreign_outputs(config)
+    config, job_servers = list_plan.checked_list(options)
     if options.plan:
         return list_plan.show_plan(config, job_servers)
     for line in config.warnings:

@@ -19,7 +19,7 @@ from distributed.jobs.host import panes
 from distributed.jobs.journal import journal
 from distributed.jobs.journal.journal import Journal, JournalError, request_id
 from distributed.jobs.journal.state import FINAL, Attempt, JobState, ListState, job_records
-from distributed.jobs.list_plan import SHOWN, ListConfig, jobs_to_add, make_servers, state_of, stored_config
+from distributed.jobs.list_plan import ListConfig, jobs_to_add, make_servers, state_of, stored_config
 from distributed.jobs.list_start import dispatch, run
 from distributed.jobs.lists import bases
 from distributed.jobs.lists.config import ConfigError
@@ -252,7 +252,7 @@ def add(options: argparse.Namespace, path: Path) -> int:
     if file.exists() and not file.is_file():
         raise CallError(f"{file}: not a regular file; the dispatcher must be able to read the file again")
     jobs = new_jobs(state_of(path), path, file)
-    for job in [each for each in jobs if each.leak][:SHOWN]:
+    for job in [each for each in jobs if each.leak][: bases.SHOWN]:
         sys.stderr.write(f"{program_name()}: warning: {job.name}: {job.leak}\n")
     if not jobs:
         say(f"nothing to add: all jobs of {file} are in the list")

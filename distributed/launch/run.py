@@ -50,6 +50,7 @@ from distributed.transport.commands import (
     quote,
     read_lists,
 )
+from distributed.transport.loop import FOR_SMOKE_TEST
 from distributed.trust import LAYOUT, PRIVATE_DIRECTORY, foreign, foreign_ancestor, make_directories, printable
 
 if TYPE_CHECKING:
@@ -169,7 +170,7 @@ class Launch:
             from distributed.transport.sync import sync_nodes
 
             self.synced = sync_nodes(self.calls, commands, self.targets, self.console.print)
-        if os.environ.get("MUSTER_TEST_CONNECTIONS") and isinstance(commands, SshCommands):
+        if os.environ.get(FOR_SMOKE_TEST) and isinstance(commands, SshCommands):
             self._test_connections(commands)
         if self.options.preflight:
             self.replies = self._probe(commands)
@@ -335,7 +336,7 @@ class Launch:
         watch.restart_count = attempts.numbers(directory)[-1] - 1
         if watch.lease == 0:
             record_launcher(directory, address, port)
-        if path := os.environ.get("MUSTER_RUN_FILE"):  # set by the program that called this launcher
+        if path := os.environ.get(FOR_SMOKE_TEST):
             Path(path).write_bytes(os.fsencode(f"{directory}\n"))
         if run_pipe >= 0:
             os.write(run_pipe, os.fsencode(directory))

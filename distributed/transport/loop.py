@@ -1,6 +1,7 @@
 """The event loop of a program that runs commands on nodes: files, timers, signals, and clients.
 
-A client is a local process, for example ssh, that runs a command on a node.
+A client is a local process, for example ssh, that runs a command on a node. asyncio, in which the dispatcher of a job
+list runs, is not used here: its import takes nearly as long as all imports of a launch.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ from distributed.trust import regular_file
 BLOCK = 1 << 16  # bytes per read
 NULL = subprocess.DEVNULL
 INHERITED = None  # value of `output` or `errors` of a client that writes to the same stream as the launcher
-# Variables that clients do not get: the file to which the launcher writes the path of the run directory, and whether it
-# tests connections.
-FOR_LAUNCHER = (b"MUSTER_RUN_FILE", b"MUSTER_TEST_CONNECTIONS")
+# Variable with which test_distributed.sh asks the launcher for a test of the connections between nodes, and names the
+# file to which the launcher writes the path of the run directory. Clients do not get it.
+FOR_SMOKE_TEST = "MUSTER_SMOKE_TEST"
 # Clients start with these signals blocked: the launcher handles the signals, and sends requests to the nodes.
 BLOCKED_IN_CLIENTS = {
     signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP, *signals.PASSED_ON,
@@ -35,13 +36,13 @@ BLOCKED_IN_CLIENTS = {
 
 
 def inherited_environment() -> dict[bytes, bytes]:
-    """Return the environment with which this process was started, without FOR_LAUNCHER. Clients get it.
+    """Return the environment with which this process was started, without FOR_SMOKE_TEST. Clients get it.
 
     It is read from /proc, because os.environ may contain changes by Python.
     """
     with open("/proc/self/environ", "rb") as file:
         entries = (entry.partition(b"=") for entry in file.read().split(b"\0") if entry)
-        return {name: value for name, _, value in entries if name not in FOR_LAUNCHER}
+        return {name: value for name, _, value in entries if name != FOR_SMOKE_TEST.encode()}
 
 
 class Loop:

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import os
-import re
 import shutil
 
 from distributed.exit_codes import UNFIT
 from distributed.host import sync_list
+from distributed.host.replies import MARKER
 from distributed.transport.commands import VANISHED, TransportError, rsync_shell
 from distributed.transport.loop import INHERITED
 from distributed.transport.owners import EXIT_IF_FOREIGN, FOREIGN, MAKE_BELOW, MAKE_TARGET, owners_above
@@ -24,13 +24,13 @@ if TYPE_CHECKING:
 
     from distributed.transport.commands import AnyTarget, Calls, SshCommands
 
-# For bash on a node. $1: the directory. $2: the name of a file that the launcher has just created in that directory.
-# $3: the SHA-256 of its content: other users of the node can see these arguments, but cannot make such a file. $4:
-# owners.
-PRINT_IF_SHARED = f"""{FOREIGN}; {MAKE_TARGET}; owners=$4; umask 022; make_target "$1"
-if [ -f "$2" ] && [ "$(sha256sum <"$2")" = "$3  -" ]; then echo "shared $2"; exit; fi
+# For bash on a node: reply with its time in Unix seconds, or with 0 if it shares the directory. $1: the directory. $2:
+# the name of a file that the launcher has just created in that directory. $3: the SHA-256 of its content: other users
+# of the node can see these arguments, but cannot make such a file. $4: owners.
+REPLY_TIME = f"""{FOREIGN}; {MAKE_TARGET}; owners=$4; umask 022; make_target "$1"
+if [ -f "$2" ] && [ "$(sha256sum <"$2")" = "$3  -" ]; then echo "{MARKER}0"; exit; fi
 {EXIT_IF_FOREIGN}
-echo "time $(date +%s)\""""
+echo "{MARKER}$(date +%s)\""""
 # For bash on a node. $1: the directory. $2: owners. Standard input: see MAKE_BELOW.
 MAKE_DIRECTORIES = f"""{FOREIGN}; {MAKE_BELOW}; owners=$2; umask 022; cd -- "$1" || exit; make_below"""
 
@@ -68,16 +68,12 @@ def _nodes_without(
             file.write(content)
     except OSError as error:
         raise TransportError(UNFIT, f"--sync: cannot write to {directory}: {error.strerror}") from None
-    check = ["bash", "-pc", PRINT_IF_SHARED, "bash", directory, commands.marker]
+    check = ["bash", "-pc", REPLY_TIME, "bash", directory, commands.marker]
     check += [hashlib.sha256(content).hexdigest(), owners_above(directory)]
     replies = calls.call_all({node: commands.command(node, check) for node in nodes}, errors=INHERITED)
     os.unlink(marker)
-    unshared = {}
-    for node in nodes:
-        lines = replies[node.node].out.splitlines()
-        if f"shared {commands.marker}" not in lines:
-            times = [line[5:] for line in lines if re.fullmatch("time [0-9]{1,12}", line)]
-            unshared[node] = times[-1] if times else "0"
+    times = {node: replies[node.node].value(range(10**12)) for node in nodes}
+    unshared = {node: str(time or 0) for node, time in times.items() if time != 0}
     return unshared, [name for name, reply in replies.items() if reply.code]
 
 

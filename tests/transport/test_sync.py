@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 
 from distributed.files import KIT
+from distributed.host.replies import MARKER
 from distributed.transport.commands import SshCommands
 from distributed.transport.owners import owners_above
-from distributed.transport.sync import MAKE_DIRECTORIES, PRINT_IF_SHARED
+from distributed.transport.sync import MAKE_DIRECTORIES, REPLY_TIME
 
 
 @pytest.mark.parametrize("cwd", [KIT, f"{KIT}/config", str(Path(KIT).parent), "/tmp"])
@@ -30,13 +31,13 @@ def test_another_user_of_a_node_cannot_make_a_directory_look_shared(tmp_path: Pa
     def check() -> tuple[int, str]:
         digest = hashlib.sha256(b"content").hexdigest()
         arguments = [str(tmp_path), marker.name, digest, owners_above(str(tmp_path))]
-        command = ["bash", "-pc", PRINT_IF_SHARED, "bash", *arguments]
+        command = ["bash", "-pc", REPLY_TIME, "bash", *arguments]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
-        return done.returncode, re.sub(r"time \d+\n", "", done.stdout) + done.stderr
+        return done.returncode, re.sub(rf"{MARKER}[1-9]\d+\n", "", done.stdout) + done.stderr
 
     assert check() == (0, "")
     marker.write_bytes(b"content")
-    assert check() == (0, f"shared {marker.name}\n")
+    assert check() == (0, f"{MARKER}0\n")
     marker.write_bytes(b"other content")
     assert check() == (0, "")
     marker.unlink()
@@ -58,7 +59,7 @@ def test_in_a_container_without_root_the_directories_of_root_may_be_above_the_ta
             "--map-user=1000",
             "bash",
             "-pc",
-            PRINT_IF_SHARED,
+            REPLY_TIME,
             "bash",
             directory,
             "none",
@@ -81,7 +82,7 @@ def test_a_link_of_another_user_is_not_followed_to_the_target(tmp_path: Path, po
     link = tmp_path / "link"
     link.symlink_to(tmp_path / "own")
     target = link if position == "target" else link / "below"
-    command = ["bash", "-pc", PRINT_IF_SHARED, "bash", str(target), "none", "", "0"]
+    command = ["bash", "-pc", REPLY_TIME, "bash", str(target), "none", "", "0"]
     assert subprocess.run(command, capture_output=True, check=False, timeout=60).returncode == 0
     os.lchown(link, 65534, 65534)
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
@@ -108,7 +109,7 @@ def test_a_directory_that_another_user_could_replace_is_no_target(
     os.chown(above, uid, uid)
     above.chmod(mode)
     for target in (above / "new", above / "new" / "newer"):
-        command = ["bash", "-pc", PRINT_IF_SHARED, "bash", str(target), "none", "", owners]
+        command = ["bash", "-pc", REPLY_TIME, "bash", str(target), "none", "", owners]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
         problem = f"{above}: other users own it or can write to it, and could replace {target}\n"
         assert (done.returncode, done.stderr) == ((69, problem) if refused else (0, ""))
@@ -146,7 +147,7 @@ def test_nothing_is_made_through_a_link_of_another_user_above_the_target(scratch
     (scratch / "open").mkdir()
     (scratch / "open").chmod(0o1777)
     as_user(["ln", "-s", scratch / "home", "link"], scratch / "open", 12345)
-    command = ["bash", "-pc", PRINT_IF_SHARED, "bash", str(scratch / "open/link/new/work"), "none", "", "0"]
+    command = ["bash", "-pc", REPLY_TIME, "bash", str(scratch / "open/link/new/work"), "none", "", "0"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
     assert (done.returncode, f"{scratch}/open/link: other users own it" in done.stderr) == (69, True), done
     assert not [*(scratch / "home").iterdir()]

@@ -109,7 +109,7 @@ class Service:
         self._signals = signals.catch({signal.SIGCHLD})
 
     def run(self) -> int:
-        """Serve until the end of standard input. Returns the exit code."""
+        """Serve until the end of standard input. Returns the exit code. Not with asyncio, as this process forks."""
         self.send(event="hello", protocol=HELLO, host=os.uname().nodename, boot_id=node_files.boot_id())
         while self._wait():
             self._report()

@@ -31,6 +31,7 @@ from distributed.training.settings import JOB_DEFAULTS, Train
 
 FORM = 1  # version of the canonical form; every digest depends on it
 BASE_ONLY = {"mode": "base_only"}
+SHOWN = 10  # maximum number of leaks in one message
 LEAK_REMEDY = "to avoid leaks, list fold under base in base_models, or set base_participants"
 BASE = (
     "participants", "base_participants", "model", "batch_size", "lr", "augmentation", "data_path", "base_steps", "seed",
@@ -317,6 +318,17 @@ def not_checked(plan: BasePlan, rules: Rules) -> list[SharedBase]:
         if rules.trained_on(base.settings) is None and not base.settings.keys() & set(HELD_OUT)
         and any(arguments_in(job.settings).keys() & set(HELD_OUT) for job in base.jobs)
     ]  # fmt: skip
+
+
+def leak_warnings(plan: BasePlan, rules: Rules) -> list[str]:
+    """Lines about jobs whose base model is, or may be, trained on the participant that they hold out."""
+    unknown = [
+        f"{base.subject}: its participants are unknown on this machine, cannot check for leaks; set participants"
+        for base in not_checked(plan, rules)
+    ]
+    found = [*leaks(plan), *unknown]
+    more = [f"and {len(found) - SHOWN} more"] if found[SHOWN:] else []
+    return [*found[:SHOWN], *more, LEAK_REMEDY] if found else []
 
 
 def differences(one: Job, other: Job, rules: Rules) -> list[tuple[str, str, str, str]]:
