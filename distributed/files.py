@@ -14,6 +14,7 @@ from collections.abc import Collection
 from distributed.trust import PRIVATE, foreign, parse_json, read_bytes, regular_file
 
 KIT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+PUBLIC = os.path.join(KIT, "src")  # has the package `muster`; the last entry of sys.path of ranks
 
 
 def version() -> str:

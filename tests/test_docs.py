@@ -69,9 +69,9 @@ JOB = "4711"  # the job id in the guides
 HARMLESS_MODULES = ("checkpoint.directory", "verdict.verdict")  # they start nothing
 SYSTEM_PROGRAMS = {
     *("cd", "cp", "df", "env", "export", "find", "free", "git", "ip", "less", "ls", "mkdir", "mpirun", "mv"),
-    *("nvidia-smi", "python"),
+    *("nvidia-smi", "pip", "pipx", "python"),
     *("sacct", "sacctmgr", "salloc", "sbatch", "scancel", "scontrol", "sinfo", "source", "squeue", "srun"),
-    *("scripts/muster", "ss", "ssh", "sudo", "tail", "tensorboard", "torchfrtrace", "torchrun", "unset", "wandb"),
+    *("scripts/muster", "ss", "ssh", "sudo", "tail", "tensorboard", "torchfrtrace", "torchrun", "unset", "uv", "wandb"),
 }
 VERBS = {"help": "scripts/muster help"} | {
     found[1]: str(path.relative_to(KIT))

@@ -238,13 +238,6 @@ def test_a_module_is_never_run_as_a_file(path: Path) -> None:
     assert "sys.path.insert" not in text
 
 
-def test_nothing_is_installable() -> None:
-    """An installed `distributed` would shadow, or be shadowed by, Dask's package of that name."""
-    assert "[project]" not in (KIT / "pyproject.toml").read_text()
-    assert "[build-system]" not in (KIT / "pyproject.toml").read_text()
-    assert not (KIT / "setup.py").exists()
-
-
 def test_each_package_has_one_directory_of_tests_with_the_same_name() -> None:
     """The directories have no __init__.py: tests/distributed/__init__.py would replace the package `distributed`."""
     packages = {name.partition(".")[0] for name in map(name_of, modules()) if "." in name}

@@ -33,6 +33,7 @@ from distributed.agent.rank_output import RankOutput
 from distributed.agent.rendezvous import Rendezvous, log
 from distributed.agent.worker import ERROR_HANDLING, RankSpec, Script
 from distributed.exit_codes import STOPPED
+from distributed.files import PUBLIC
 from distributed.host.clock import RunningClock
 
 POLL_INTERVAL = 0.1  # seconds between two checks of the ranks; a rank that exits is checked at once
@@ -327,7 +328,7 @@ def main(options: Options, server: ForkServer, pipes: AttemptPipes | None = None
     os.environ.setdefault(*ERROR_HANDLING)
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = ",".join(number.name for number in STOP_SIGNALS)  # as torchrun does
     # sys.path without its first entry, the directory of this program. A rank inserts the directory of its script.
-    arguments, path = tuple(options.training_script_args), tuple(sys.path[1:])
+    arguments, path = tuple(options.training_script_args), (*sys.path[1:], PUBLIC)
     script = Script(options.training_script, arguments, options.module, path, options.pass_local_rank)
     try:
         return _run_attempts(options, script, server, pipes)

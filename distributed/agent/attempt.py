@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
 
+from distributed.files import PUBLIC
 from distributed.launch.node_reports import ATTEMPT_PIPES
 
 COUNT, MAXIMUM, RUN_ID = "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RUN_ID"
@@ -128,6 +129,7 @@ def run_torchrun(module: str, arguments: list[str]) -> None:
     def start_processes(*positional: Any, envs: dict[int, dict[str, str]], **options: Any) -> Any:
         for env in envs.values():
             env.update(attempt.variables(env, run_id))
+            env["PYTHONPATH"] = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), PUBLIC)))
         return start(*positional, envs=envs, **options)
 
     local_elastic_agent.start_processes = cast(Any, start_processes)

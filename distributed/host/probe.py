@@ -28,7 +28,8 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from distributed.host.facts import FullNodeFacts
 
-RUN_BY_RANKS = ("train.py", "distributed/**/*.py", "scripts/lib/*")  # files of Muster; must be equal on all nodes
+# Files of Muster; they must be equal on all nodes.
+RUN_BY_RANKS = ("train.py", "distributed/**/*.py", "scripts/lib/*", "src/**/*.py")
 
 
 def probe(

@@ -4,7 +4,8 @@ usage: module.py host.sync_list DIRECTORY
 
 In a git checkout, these are the tracked files, and the untracked files that git does not ignore and that are not below
 RESULTS. Submodules and nested checkouts are included. In a directory outside of git checkouts, these are all entries
-except RESULTS and VENV: rsync copies directories with their contents, and gets --exclude=.git.
+except RESULTS and VENV: rsync copies directories with their contents, and gets --exclude=.git. The same holds for an
+installed Muster, because git may ignore the environment that contains it.
 
 secrets_warning() says which untracked files look like secrets. They are copied nevertheless.
 
@@ -44,7 +45,7 @@ def names_of(directory: str) -> dict[bytes, bool]:
     Raises SyncError and OSError.
     """
     path = os.fsencode(directory)
-    if git_directory(path):
+    if git_directory(path) and not path.endswith(b"/muster/_kit"):
         return dict(names_in_checkout(path))
     return {name: False for name in os.listdir(path) if name != VENV and not is_result(name)}
 

@@ -163,10 +163,12 @@ add_links() { # <directory> <path; relative to the directory, or absolute>
 # Exit with EXIT_UNFIT if another user can change a file that Muster runs, reads, imports or installs from, or the
 # directories and programs of its .venv. Of .git, that is what names programs which git runs.
 check_kit() {
-  local path paths=("$KIT"/{scripts,VERSION,*.py,*.so,*/__init__.*,benchmarks,config,distributed,tests})
+  local path paths=("$KIT"/{scripts,VERSION,*.py,*.so,*/__init__.*,benchmarks,config,distributed,src,tests})
   paths+=("$KIT"/{__pycache__,.ci,requirements*,pyproject.toml,.git,.git/{config,info,hooks}})
   [[ ${PYTHON_OPTION-} ]] || paths+=("$KIT/.venv"{,/bin,/lib*/{,py*/{,site-packages/}}})
   find_foreign_below "${paths[@]}"
+  # Of an installed Muster, also the package `muster`, in which it is.
+  [[ $FOREIGN || $KIT != */muster/_kit ]] || find_foreign "${KIT%/*}" "${KIT%/*}"/*.py
   [[ ! $FOREIGN ]] || die_with "$EXIT_UNFIT" "$FOREIGN"
   # Python would make these directories with the umask, or an access control list.
   for path in "$KIT"/distributed/{,*[!_]/,*/*[!_]/} "$KIT/scripts/lib/"; do
@@ -406,6 +408,9 @@ list_pythons() {
   fi
   if [[ -x $KIT/.venv/bin/python && ! -e $KIT/.venv/unfinished ]]; then
     list_python "$KIT/.venv/bin/python" "Muster's .venv"
+  fi
+  if [[ $KIT == */lib/python*/site-packages/muster/_kit && -d ${KIT%/muster/_kit}/torch ]]; then
+    list_python "${KIT%/lib/python*}/bin/python" "the environment in which Muster is installed"
   fi
   if [[ $conda && ${CONDA_DEFAULT_ENV-} == base ]]; then
     list_python python3 "PATH, conda's base environment"

@@ -27,6 +27,7 @@ def become_rank(output: str, command: Sequence[str]) -> NoReturn:
 
     from distributed.agent.attempt import Attempt
     from distributed.agent.worker import ERROR_HANDLING
+    from distributed.files import PUBLIC
     from distributed.host.network import use_interface_to
     from distributed.launch.threads import share_cores
     from distributed.nodelist import expand
@@ -52,7 +53,7 @@ def become_rank(output: str, command: Sequence[str]) -> NoReturn:
 
     recorded_imports.stop()
     preload = Preload(recorded_imports.INITIAL_MODULES, recorded_imports.IMPORTS)
-    run_script(Script(name, tuple(arguments), is_module, tuple(sys.path[1:])), preload, output)
+    run_script(Script(name, tuple(arguments), is_module, (*sys.path[1:], PUBLIC)), preload, output)
 
 
 if __name__ == "__main__":

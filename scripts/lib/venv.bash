@@ -10,6 +10,8 @@ VENV=$KIT/.venv
 # Install the packages of the lock files (paths relative to $KIT) and PyTorch into $VENV, and set PYTHON to its Python.
 # If a dry run would create or update $VENV, PYTHON is the Python with which $VENV would be created.
 ensure_venv() { # <value of --python, may be empty> <lock file...>
+  [[ $KIT != */muster/_kit ]] ||
+    die_usage "this program installs packages only in a clone of Muster's repository, not into $KIT"
   PYTHON_OPTION='' check_kit # with .venv, which is used also if --python is given
   if ! venv_is_current "${@:2}"; then
     base_python "$1"
