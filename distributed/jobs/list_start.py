@@ -55,7 +55,7 @@ def run(options: ListOptions) -> int:
         )  # fmt: skip
         state.apply(record)
         list_journal.commit()
-        index.add(directory)
+        index.add(Path.cwd())
         return dispatch(list_journal, state, config, job_servers)
 
 
