@@ -194,6 +194,6 @@ END
     run -0 "$MUSTER" "$verb" --help
     ((${#lines[@]} <= 45))
     [ -z "$(awk 'length > 80' <<<"$output")" ]
-    [[ "$output" == *$'\n'"Usage: muster $verb [options] "*$'\n'"    muster $verb"* ]]
+    [[ "$output" == *$'\n'"Usage: muster $verb [options]"*$'\n'"    muster $verb"* ]]
   done
 }
