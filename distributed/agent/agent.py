@@ -265,9 +265,10 @@ class Agent:
 
     def _write_error_file(self, end: RunEnd | None = None) -> None:
         """Write the first failure of the run or, if no rank has failed, why the run ended."""
-        records = dict(self.records)
+        records: dict[str, Mapping[str, Any]] = {}
         for others in self.membership.records.values() if self.membership else ():
             records |= others
+        records |= self.records
         reported = self.membership.first_end if self.membership else None
         first = failure_records.first_failure(records, reported.node if reported else "")
         if end and not first:

@@ -10,11 +10,12 @@ from __future__ import annotations
 import contextlib
 import json  # not inside a function: in a rank, that could import a json.py of the script's directory
 import os
+import re
 import socket
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from distributed.files import write_file
@@ -23,9 +24,11 @@ from distributed.trust import checked, head_and_tail, parse_json, printable, rea
 # Kinds for trust.checked(): records of an agent, and its failures, see agent.RankFailure; and of a rank.
 EXIT_CODES = range(1, 256)
 FAILURE: Any = {"rank": int, "local_rank?": int, "pid?": int, "time": float, "exit_code": EXIT_CODES}
-OF_AGENT: Any = {"node?": str, "failures": [FAILURE | {"ended_by_agent": bool}], "succeeded?": [int]}
-OF_AGENT |= {"lost?": str, "first?": str}
-OF_RANK: Any = FAILURE | {"node": str, **dict.fromkeys(("exception?", "message?", "traceback?"), str)}
+# Files are named after nodes, and names are printed: no slash, control character or part of a character.
+NODE_NAME = re.compile(r"[^/\0-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]{1,255}")
+OF_AGENT: Any = {"node?": NODE_NAME, "failures": [FAILURE | {"ended_by_agent": bool}], "succeeded?": [int]}
+OF_AGENT |= {"lost?": NODE_NAME, "first?": NODE_NAME}
+OF_RANK: Any = FAILURE | {"node": NODE_NAME, **dict.fromkeys(("exception?", "message?", "traceback?"), str)}
 
 Records = Mapping[str, Mapping[str, Any]]  # name of a file in errors/ -> its content
 
@@ -133,17 +136,20 @@ def write_missing(records: Records) -> None:
     write({name: record for name, record in records.items() if not _read(_path(name))})
 
 
-def records_of(node: str, sent: Any) -> Records:
-    """The records that another node has sent, without those of other nodes' ranks; none, with a message, if invalid.
+def records_of(node: str, sent: Any, may_have: Callable[[int], bool]) -> Records:
+    """The records that another node has sent; none, with a message, if they are invalid.
 
-    sent: JSON or its value.
+    sent: JSON or its value. may_have: whether a rank may be one of that node: a node speaks for its own ranks only.
     """
     try:
         sent = checked(Mapping[str, object], parse_json(sent) if isinstance(sent, bytes) else sent)
         if (name := f"node_{node}.json") not in sent:
             return {}
         agent = checked(OF_AGENT, sent[name], name)
-        ranks = {f"rank_{failure['rank']}.json" for failure in agent["failures"]}
+        numbers = {failure["rank"] for failure in agent["failures"]}
+        if foreign := sorted(number for number in numbers if not may_have(number)):
+            raise ValueError(f"rank {foreign[0]} is on another node")
+        ranks = {f"rank_{number}.json" for number in numbers}
         return {name: agent} | {name: _checked_record(sent[name]) for name in sorted(ranks & sent.keys())}
     except ValueError as error:
         sys.stderr.write(printable(f"agent: {node}: invalid failure records ({error})") + "\n")

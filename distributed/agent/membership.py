@@ -29,14 +29,14 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from errno import EHOSTUNREACH, ENETUNREACH
 from typing import Any, TypeVar
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from distributed.agent.failure_records import EXIT_CODES, Records, first_failure, records_of
+from distributed.agent.failure_records import EXIT_CODES, NODE_NAME, Records, first_failure, records_of
 from distributed.exit_codes import TIMED_OUT, UNFIT
 from distributed.host.clock import RunningClock
 from distributed.trust import checked, parse_json
@@ -65,15 +65,16 @@ NEWS = "news"  # key of a counter: how often the keys for all nodes have changed
 T = TypeVar("T")
 MemberFacts = Mapping[str, str]  # values must be equal on all nodes, except those of OWN_FACTS
 OWN_FACTS = ("node", "attempt", "process", "ranks")
-# Kinds for trust.checked(). Files are named after nodes.
-NAME = re.compile(r"[^/\0]{1,255}")
+# Kinds for trust.checked().
 FACTS: Any = {
-    "node": NAME,
+    "node": NODE_NAME,
     "ranks?": re.compile(r"[0-9]{1,6}"),
     **dict.fromkeys(("attempt?", "process?", "NNODES?", "PyTorch?", "the script?", "CONFIG?"), str),
 }
 RUN: Any = {"id": str, "name": str, "started": range(1 << 32), "facts": FACTS}
-END: Any = {"node": str, "exit_code": EXIT_CODES, "reason": str, "lost?": bool}
+MAX_REASON = 1000  # characters
+REASON = re.compile(rf"(?s)[^\ud800-\udfff]{{0,{MAX_REASON}}}")
+END: Any = {"node": NODE_NAME, "exit_code": EXIT_CODES, "reason": REASON, "lost?": bool}
 
 
 @dataclass(frozen=True)
@@ -218,6 +219,7 @@ class Membership:
 
     def report_end(self, end: RunEnd) -> None:
         """End the run on all nodes, if this node has joined it. Only the first report takes effect."""
+        end = replace(end, reason=end.reason.encode(errors="replace").decode()[:MAX_REASON])
         self._end = self._end or end
         self._send("end", asdict(end))
 
@@ -425,15 +427,22 @@ class Membership:
         if self._end and (shared := read_value(store, "records", {"complete": bool, "records": Mapping[str, object]})):
             names = {rank: member["node"] for rank, member in self.members.items() if rank != self.rank}
             self.records = {
-                rank: records_of(name, shared["records"].get(str(rank), {})) for rank, name in names.items()
+                rank: records_of(name, shared["records"].get(str(rank), {}), self._is_foreign)
+                for rank, name in names.items()
             }
             self._has_records = shared["complete"]
         if not self._coordinator and read_value(store, "closing"):
             self._closed = True
 
+    def _is_foreign(self, rank: int) -> bool:
+        """Whether a rank is not one of this node."""
+        return not self.ranks or not 0 <= rank - self.ranks.first < int(self._facts.get("ranks", "1"))
+
     def _read_members(self, store: Store) -> dict[int, MemberFacts]:
         """All members, with their names only. Names are read from the store only if the launcher passed none."""
-        names = list(self._names.values()) if len(self._names) == self.size else read_value(store, "members", [NAME])
+        names = (
+            list(self._names.values()) if len(self._names) == self.size else read_value(store, "members", [NODE_NAME])
+        )
         if len(names) != self.size:
             raise ValueError(f"members: {len(names)} names, expected {self.size}")
         return {rank: {"node": name} for rank, name in enumerate(names)}
@@ -513,13 +522,17 @@ class Coordinator:
         if self._store.check(["refused"]):
             self.refused = self._store.get("refused").decode(errors="replace")
         if not absent and not read_end(self._store):
-            sizes = [int(self.members[rank].get("ranks", "1")) for rank in range(self._size)]
+            sizes = self._sizes()
             firsts = itertools.accumulate(sizes, initial=0)
             ranks = [json.dumps({"first": first, "total": sum(sizes)}) for first in firsts]
             for some in blocks(range(self._size)):
                 keys = [f"ranks/{rank}" for rank in some]
                 self._store.multi_set(keys, [ranks[rank] for rank in some])  # type: ignore[attr-defined]
             publish_news(self._store, "members", [self.members[rank]["node"] for rank in range(self._size)])
+
+    def _sizes(self) -> list[int]:
+        """The number of ranks of each node."""
+        return [int(self.members.get(rank, {}).get("ranks", "1")) for rank in range(self._size)]
 
     def _without_heartbeat(self, seconds: float) -> list[int]:
         """Node ranks whose heartbeat has not changed for this long."""
@@ -536,7 +549,9 @@ class Coordinator:
         """Share all failure records or, shortly before the nodes stop waiting, those that have arrived."""
         live, now = live_ranks(self.members, end), self._clock.now()
         for rank, records in read_all(self._store, "records", sorted(live - self._records.keys())):
-            self._records[rank] = records_of(self.members[rank]["node"], records)
+            before = sum(self._sizes()[:rank])
+            its_ranks = range(before, before + self._sizes()[rank])
+            self._records[rank] = records_of(self.members[rank]["node"], records, its_ranks.__contains__)
             self._share_at = min(self._share_at, now + RECORDS_TIMEOUT - 2 * HEARTBEAT_INTERVAL)
         self._shared = live <= self._records.keys()
         if self._shared or now >= self._share_at:

@@ -130,13 +130,17 @@ def gather(run: Path, clocks: Mapping[str, float] | None = None) -> Evidence:
         record = read_record(path, warnings)
         source = reports if "reported_by" in record else agents
         source.append(record | {"node": text(record.get("node")) or path.name[5:-5]})
-    succeeded = (
-        (integer(rank), agent["node"]) for agent in agents for rank in listed(agent.get("succeeded"))[:MAX_FAILURES]
-    )
+    ranks = _ranks_of_nodes(facts)
+    succeeded = {
+        rank: agent["node"]
+        for agent in agents
+        for rank in map(integer, listed(agent.get("succeeded"))[:MAX_FAILURES])
+        if rank is not None and rank in ranks.get(agent["node"], [rank])  # a node speaks for its own ranks only
+    }
     known = Evidence(
         exits={node: code for node, code in _exit_codes(attempt, warnings).items() if node not in excluded},
-        ranks=_ranks_of_nodes(facts),
-        succeeded={rank: node for rank, node in succeeded if rank is not None},
+        ranks=ranks,
+        succeeded=succeeded,
         hang=read_object(attempt / "hang.json", warnings),
         launched=launched_package(facts),
         signals=_sent_signals(attempt, warnings, clocks),
@@ -147,6 +151,13 @@ def gather(run: Path, clocks: Mapping[str, float] | None = None) -> Evidence:
     )
     logs = {path.name[5:-4]: path for path in sorted(attempt.glob("node_*.log")) if path.name[5:-4] not in excluded}
     of_ranks = [read_record(path, warnings) for path in sorted(attempt.glob("errors/rank_*.json"))]
+    failed = {
+        (agent["node"], integer(mapping(one).get("rank"))) for agent in agents for one in listed(agent.get("failures"))
+    }
+    of_ranks = [
+        one for one in of_ranks
+        if (rank := integer(one.get("rank"))) not in succeeded or (succeeded[rank], rank) in failed
+    ]  # fmt: skip
     failures = _of_ranks(known, agents, [one for one in of_ranks if "reported_by" not in one], logs)
     recorded = {(one.node, one.rank) for one in failures}
     of_lost = {report["node"]: logs[report["node"]] for report in reports if report["node"] in logs}

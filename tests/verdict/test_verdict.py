@@ -553,6 +553,17 @@ def test_a_killed_agent_is_the_cause_although_its_ranks_have_recorded_that_they_
     assert run.decide(137).rank == 0
 
 
+def test_a_rank_that_succeeded_is_not_the_cause_whatever_records_of_others_say(run: RunDirectory) -> None:
+    """rank_0.json is forged; that rank 2 succeeded is a lie of node n1."""
+    run.start("n1", "n2", nproc=1)
+    run.rank(0, "RuntimeError", "CUDA error", node="n1", time=TIME - 5, exit_code=42)
+    run.rank(1, "ValueError", "real", node="n2")
+    run.ranks_ended("n1", succeeded=[0, 1])
+    run.ranks_ended("n2", r0=(42, False), r1=(1, False))
+    found = run.decide(1)
+    assert (found.rank, found.exception, found.exit_code) == (1, "ValueError", 1)
+
+
 def test_the_verdict_names_the_signal_that_stopped_the_ranks(run: RunDirectory) -> None:
     run.start("n1")
     # As recorded with pdsh, whose supervisors receive the signals that the launcher passes on.
