@@ -8,6 +8,7 @@ test, its helpers and its fixtures. A test that is slow for another reason has t
 from __future__ import annotations
 
 import ast
+import atexit
 import os
 import shutil
 import signal
@@ -26,6 +27,8 @@ from distributed.launch.watched_run import AgentCommand, Options
 from distributed.runs.lookup import read
 
 TESTS = Path(__file__).resolve().parent
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp()  # of fixtures of a module or session; see state_home()
+atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 SLOW_MODULE = "forked"  # forks ranks
 GUIDE = "tests/test_guide_"  # these files start laboratories whose nodes have the same names
 # These files take longest, so they run first: at the end of a run, no worker waits for the other.

@@ -89,7 +89,8 @@ CONF
 
 # What sshd sets on a node. tmux's own directory of sockets is in /tmp, where another user could make it.
 environment_of() { # <node>
-  echo "OMP_NUM_THREADS=$(threads_per_rank) TMUX_TMPDIR=$LAB/$1/tmux${SLURM:+ SLURM_CONF=$LAB/slurm.conf}"
+  echo "OMP_NUM_THREADS=$(threads_per_rank) TMUX_TMPDIR=$LAB/$1/tmux XDG_STATE_HOME=$LAB/$1/state" \
+    ${SLURM:+"SLURM_CONF=$LAB/slurm.conf"}
 }
 
 
