@@ -121,7 +121,7 @@ def test_completion_does_not_wait_for_a_fifo_or_terminal_in_place_of_a_file(home
         "ssh - 2 gpu": ["gpu1", "gpu2", "gpu4"],
         "ssh - 2 rack[": ["rack[1-2]"],
         "doctor --exclude r": ["rack[1-2]"],
-        "ssh --attach ": ["17", "latest", "train-1", "train-2"],
+        "attach ": ["17", "latest", "train-1", "train-2"],
         "stop lat": ["latest"],
         "two-phase --s": ["--script", "--skip-phase1", "--slots", "--sync"],
         "two-phase cache p": ["prune"],

@@ -33,7 +33,7 @@ from distributed.exit_codes import STOPPED, TIMED_OUT, UNFIT
 from distributed.files import KIT
 from distributed.host.signals import signal_name
 from distributed.records import node_changes, read_object
-from distributed.runs.lookup import EXITED, IN_JOB, REMOTE, RUNNING, Run, RunLookupError, constant_arguments, read
+from distributed.runs.lookup import EXITED, IN_JOB, REMOTE, RUNNING, Run, RunLookupError, read
 from distributed.runs.node_status import GpuUsage, RankStatus, RunProgress, read_progress
 from distributed.runs.query import (
     JobWithoutRun,
@@ -130,9 +130,8 @@ def state_of(run: Run, replies: Sequence[NodeReply], verdict: Mapping[str, Any])
         names = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
         return RunState("running", f"not running: {names}" if missing else "")
     if active and run.lease == 0 and not (run.directory / "verdict.json").exists():
-        attach = shlex.join([run.command[0], "--attach", str(run.directory), *constant_arguments(run.command)])
         text = f"the launcher has exited, and the run continues on {', '.join(active)}; to follow it again:"
-        return RunState("left", text, remedy=f"cd {shlex.quote(run.cwd)} && {attach}")
+        return RunState("left", text, remedy=f"{KIT}/scripts/attach.sh {shlex.quote(str(run.directory))}")
     if active:
         stop = f"{KIT}/scripts/stop.sh {shlex.quote(str(run.directory))}"
         return RunState("left", f"the launcher has exited, but processes remain on {', '.join(active)}", True, stop)

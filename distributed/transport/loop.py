@@ -25,9 +25,9 @@ from distributed.trust import regular_file
 BLOCK = 1 << 16  # bytes per read
 NULL = subprocess.DEVNULL
 INHERITED = None  # value of `output` or `errors` of a client that writes to the same stream as the launcher
-# Variables that clients do not get: the file to which the launcher writes the path of the run directory, and whether it
-# tests connections.
-FOR_LAUNCHER = (b"MUSTER_RUN_FILE", b"MUSTER_TEST_CONNECTIONS")
+# Variables that clients do not get: the file to which the launcher writes the path of the run directory, whether it
+# tests connections, the run that it follows, and the run whose call it repeats.
+FOR_LAUNCHER = (b"MUSTER_RUN_FILE", b"MUSTER_TEST_CONNECTIONS", b"MUSTER_ATTACH", b"MUSTER_RERUN_OF")
 # Clients start with these signals blocked: the launcher handles the signals, and sends requests to the nodes.
 BLOCKED_IN_CLIENTS = {
     signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP, *signals.PASSED_ON,
