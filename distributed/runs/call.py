@@ -9,6 +9,7 @@ from typing import NoReturn
 
 from distributed.files import KIT
 from distributed.transport.commands import TransportError, quote
+from distributed.trust import planted
 
 SECRETS = ("--env", "--notify")  # options whose values are not recorded
 SAME = {"--nproc": "-n", "--nproc-per-node": "-n", "--module": "-m"}  # other names of options
@@ -41,9 +42,16 @@ class Call:
         return replace(self, options=(*(one for one in kept if one not in module), tuple(given), *module))
 
     def repeat(self, cwd: str, variables: Mapping[str, str]) -> NoReturn:
-        """Replace this process by the program of this Muster. Raises TransportError if that is not possible."""
+        """Replace this process by the program of this Muster. Raises TransportError if that is not possible.
+
+        Refuses a directory or Python that another user has made since, in a directory such as /tmp.
+        """
+        pythons = [one[1] for one in self.options if one[:1] == ("--python",) and "/" in one[1]]
         program = f"{KIT}/scripts/{self.program[0].rpartition('/scripts/')[2]}"
         try:
+            for path in (cwd, *(os.path.join(cwd, python) for python in pythons)):
+                if problem := planted(path, (0, os.geteuid())):
+                    raise TransportError(1, problem)
             os.chdir(cwd)
             os.execve(program, [program, *self.words[1:]], {**os.environ, **variables, "PWD": cwd})
         except OSError as error:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
+
 import pytest
 
 from distributed.runs.call import Call, typed
 from distributed.runs.rerun import differences
+from distributed.transport.commands import TransportError
 
 CALL = Call(
     ("/k/scripts/run.sh",),
@@ -40,6 +44,21 @@ def test_options_replace_those_of_the_same_name_or_variable_and_stand_before_a_m
 
 def test_an_option_of_the_start_can_be_left_out() -> None:
     assert CALL.with_options([], ("--sync", "--env", "--notify")).words[1:5] == ["-n", "2", "-m", "mod"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to other users")
+def test_a_directory_or_python_that_another_user_has_made_since_is_refused(tmp_path: Path) -> None:
+    (shared := tmp_path / "shared").mkdir()
+    shared.chmod(0o1777)
+    (theirs := shared / "theirs").mkdir()
+    os.chown(theirs, 1, 1)
+    for cwd, call in ((theirs, CALL), (tmp_path, CALL.with_options(["--python", f"{theirs}/python"]))):
+        with pytest.raises(
+            TransportError, match=r"theirs: belongs to .*, who made it where all users can create files"
+        ):
+            call.repeat(str(cwd), {})
+    with pytest.raises(TransportError, match="gone: No such file or directory"):
+        CALL.repeat(str(tmp_path / "gone"), {})
 
 
 def test_what_a_user_types_is_a_verb_only_if_muster_was_called() -> None:
