@@ -27,6 +27,11 @@ class Call:
     def words(self) -> list[str]:
         return [*self.program, *(word for option in self.options for word in option), *self.rest]
 
+    @property
+    def command(self) -> list[str]:
+        """The same call of the program of this Muster, which may have moved."""
+        return [f"{KIT}/scripts/{self.program[0].rpartition('/scripts/')[2]}", *self.words[1:]]
+
     def masked(self) -> Call:
         """Without the values of SECRETS; the names of variables stay."""
         return replace(self, options=tuple(map(_masked, self.options)))
@@ -47,13 +52,12 @@ class Call:
         Refuses a directory or Python that another user has made since, in a directory such as /tmp.
         """
         pythons = [one[1] for one in self.options if one[:1] == ("--python",) and "/" in one[1]]
-        program = f"{KIT}/scripts/{self.program[0].rpartition('/scripts/')[2]}"
         try:
             for path in (cwd, *(os.path.join(cwd, python) for python in pythons)):
                 if problem := planted(path, (0, os.geteuid())):
                     raise TransportError(1, problem)
             os.chdir(cwd)
-            os.execve(program, [program, *self.words[1:]], {**os.environ, **variables, "PWD": cwd})
+            os.execve(self.command[0], self.command, {**os.environ, **variables, "PWD": cwd})
         except OSError as error:
             raise TransportError(1, f"{error.filename}: {error.strerror}") from None
 

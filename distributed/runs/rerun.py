@@ -31,7 +31,7 @@ def rerun(run: Run, given: Sequence[str], program: str) -> int:
         values = "this value is" if len(missing) == 1 else "these values are"
         raise TransportError(WRONG_CALL, f"{subject}: {values} not recorded; give: {' '.join(missing)}")
     if DRY_RUN in given:
-        print(printable(f"cd {shlex.quote(run.cwd)} && {shlex.join(call.words)}"))
+        print(printable(f"cd {shlex.quote(run.cwd)} && {shlex.join(call.command)}"))
         return 0
     verb = Path(call.program[0]).stem
     named = {"MUSTER_VERB": verb} if program.startswith("muster ") and verb in ("run", "train") else {}
