@@ -6,6 +6,7 @@ over, see launch.takeover.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -141,12 +142,10 @@ class Attached:
         """Ask whether to stop the run. Otherwise, and when Ctrl-C is pressed again, end this program."""
         signal.signal(signal.SIGINT, signal.default_int_handler)
         answer = ""
-        try:
+        with contextlib.suppress(KeyboardInterrupt):
             if os.isatty(0):
                 self._messages.print("the run goes on; s and Enter stops it, Enter or Ctrl-C leaves it running")
                 answer = sys.stdin.readline()
-        except KeyboardInterrupt:
-            pass
         if answer.strip().lower() not in ("s", "stop"):
             name = self._run.directory.name
             self._messages.print(f"left; the run goes on; to stop it: {typed(self._program, 'stop', name)}")
@@ -169,10 +168,7 @@ def main(arguments: Sequence[str]) -> int:
     exit_on_signals()
     try:
         return Attached(find_run(options.run, options.log_dir, options.program), options.program).show()
-    except JobWithoutRun as job:
-        error = TransportError(1, f"job {job.job} ({job.state}): its run has not started")
-    except RunLookupError as problem:  # the directory was removed or changed
-        error = TransportError(1, str(problem))
-    except TransportError as problem:
-        error = problem
-    return messages.print_error(error)
+    except (JobWithoutRun, RunLookupError) as error:  # the directory was removed or changed
+        return messages.print_error(TransportError(1, str(error)))
+    except TransportError as error:
+        return messages.print_error(error)

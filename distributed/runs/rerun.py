@@ -44,9 +44,9 @@ def differences(earlier: Mapping[str, object], now: Mapping[str, object]) -> Ite
     commits = [text(one.get("commit"))[:12] or "unknown" for one in git]
     if commits[0] != commits[1]:
         yield f"commit {commits[1]}, was {commits[0]}"
-    dirty = [bool(one.get("dirty")) for one in git]
-    if any(dirty):
-        yield f"uncommitted changes: {_yes(dirty[1])}, were: {_yes(dirty[0])}; only the fact is recorded"
+    was, now_is = ("yes" if one.get("dirty") else "no" for one in git)
+    if "yes" in (was, now_is):
+        yield f"uncommitted changes: {now_is}, were: {was}; only the fact is recorded"
     if earlier.get("python") != now.get("python"):
         yield f"Python {now.get('python')}, was {earlier.get('python')}"
     before, after = (_software(run) for run in (earlier, now))
@@ -55,10 +55,6 @@ def differences(earlier: Mapping[str, object], now: Mapping[str, object]) -> Ite
     if shown:
         more = f"; {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
         yield f"packages: {'; '.join(shown)}{more}"
-
-
-def _yes(value: bool) -> str:
-    return "yes" if value else "no"
 
 
 def _software(run: Mapping[str, object]) -> dict[str, str]:
@@ -73,11 +69,11 @@ def main(arguments: Sequence[str]) -> int:
     parser = parser_of("rerun", str(__doc__))
     parser.add_argument("given", nargs="*", metavar="OPTION")
     options = parser.parse_args(arguments)
+    messages = Messages(options.program)
     exit_on_signals()
     try:
         return rerun(find_run(options.run, options.log_dir, options.program), options.given, options.program)
-    except JobWithoutRun as job:
-        error = TransportError(1, f"job {job.job} ({job.state}): its run has not started")
-    except TransportError as problem:
-        error = problem
-    return Messages(options.program).print_error(error)
+    except JobWithoutRun as error:
+        return messages.print_error(TransportError(1, str(error)))
+    except TransportError as error:
+        return messages.print_error(error)

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from distributed.runs.call import Call, typed
-from distributed.runs.rerun import differences
+from distributed.runs.lookup import Launcher, Run
+from distributed.runs.rerun import differences, rerun
 from distributed.transport.commands import TransportError
 
 CALL = Call(
@@ -98,3 +99,11 @@ def test_the_lines_say_what_differs_from_the_earlier_run(changes: dict[str, obje
         assert found[0].endswith("p4 1, was none; 2 more")
     else:
         assert found == lines
+
+
+def test_a_batch_job_is_not_repeated_without_its_options_of_sbatch() -> None:
+    call = Call(("sbatch", "/k/scripts/slurm/slurm_train.sh"), (), ("-",))
+    launcher = Launcher("head", 1, 1, "exited", 8)
+    run = Run(Path("/x/train-1"), "/x/train-1", "python3", "ada", "", tuple(call.words), launcher, (), call=call)
+    with pytest.raises(TransportError, match="options of sbatch are not recorded; submit it again"):
+        rerun(run, [], "muster rerun")
