@@ -128,6 +128,10 @@ refused() { # <text>
   grep -q "verdict: ok" again
   [ "$(cat "$RUN"/node_*.exit)" = $'0\n0\n0' ]
   no_processes_within 5
+  # The call is repeated from another directory.
+  cd /
+  run -0 "$SCRIPTS/rerun.sh" "$RUN" --hostfile "$WORK/hosts" --grace=5
+  [[ "$output" == *": 3 processes on $N1 $N2 $N3"*"finished after []"*"verdict: ok"* ]] || { echo "$output" && false; }
 }
 
 
