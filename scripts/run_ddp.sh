@@ -15,7 +15,7 @@
 #   (as launch_singlenode.sh except CONFIG NPROC)
 #
 # In an allocation, srun starts the processes: --agent has an effect only with LAUNCHER=torchrun, --master-port
-# defaults to $MASTER_PORT, and --lease, --attach and --detach are refused. For LAUNCHER, CONTAINER and SRUN_ARGS see
+# defaults to $MASTER_PORT, and --lease and --detach are refused. For LAUNCHER, CONTAINER and SRUN_ARGS see
 # scripts/slurm/slurm_train.sh --help.
 #
 #   run_ddp.sh -n 2

@@ -779,7 +779,8 @@ END
   write_script <<<'print("at work", flush=True); time.sleep(1); open("done", "w")'
   TMPDIR=/nowhere run "$LAUNCH" --detach --script "my script.py" - 1
   [ "$status" -eq 0 ]
-  [[ "$output" == *"run my-script-"*" started in the background, process "*"/scripts/status.sh "*"/logs/my-script-"* ]]
+  [[ "$output" == *"run my-script-"*" started in the background, process "*"/my-script-"*"/console.log"* ]]
+  [[ "$output" == *"/scripts/attach.sh my-script-"*"/scripts/status.sh my-script-"*"/scripts/stop.sh my-script-"* ]]
   timeout 60 sh -c 'until [ -e done ]; do sleep 0.1; done'
   launcher=${output##*process } launcher=${launcher%%:*}
   timeout 30 tail -f --pid="$launcher" /dev/null

@@ -111,7 +111,7 @@ PYTHON
   launch run
   use_agent_without_torch
   launch background --detach
-  timeout 100 sh -c 'until grep -qs "verdict: ok" logs/detached-*; do sleep 0.1; done'
+  timeout 100 sh -c 'until grep -qs "verdict: ok" logs/latest/console.log; do sleep 0.1; done'
   for rank in 0 1; do
     for run in run background; do
       printf 'INFO|Ring|token|node|dynamic|$x "y"|-|-|a\nb\x80|-|2' | cmp - "seen.$run.$rank"
@@ -243,7 +243,7 @@ END
   export XDG_RUNTIME_DIR=/nowhere TMPDIR=/nowhere
   run -0 "$LAUNCH" --detach --script "my script.py" - 1 "$N1" "$N2"
   [ "$(grep -c "warning: XDG_RUNTIME_DIR='/nowhere': .* using /tmp" <<<"$output")" -eq 1 ]
-  wait_for_line "$(echo logs/detached-*.log)" "at work"
+  wait_for_line logs/latest/console.log "at work"
   for program in status.sh stop.sh; do
     run -0 "$KIT/scripts/$program" latest
     [ "$(grep -c "$program: warning: XDG_RUNTIME_DIR='/nowhere': .* using /tmp" <<<"$output")" -eq 1 ]

@@ -1,6 +1,6 @@
 #!/usr/bin/env bats
 #
-# --lease 0: a run outlives its launcher, and --attach follows it again, with restarts, verdict and exit code as if the
+# --lease 0: a run outlives its launcher, and attach.sh follows it again, with restarts, verdict and exit code as if the
 # launcher had never ended. With a lease, all processes of the run exit when the launcher exits or is suspended.
 
 # bats file_tags=laboratory
@@ -67,16 +67,16 @@ start_and_kill_launcher() {
 
 
 # Attach again in the background, with the output in `again`, and wait until the launcher follows the nodes.
-attach() { # <argument...>
+attach() {
   rm -f again # clients of a killed launcher may still write to it
-  start again "${CALL[0]}" --attach "$RUN" "${CALL[@]:1}"
+  start again "$SCRIPTS/attach.sh" "$RUN"
   wait_for_line again "attached"
 }
 
 
-# Check that attaching with these arguments is refused with the text, and that the run continues.
-refused() { # <text> <argument of the launcher...>
-  run -2 "${@:2}"
+# Check that attaching is refused with the text, and that the run continues.
+refused() { # <text>
+  run -2 "$SCRIPTS/attach.sh"
   [[ "$output" == *"$1"* ]] || { echo "$output" && return 1; }
   [ "$(processes_left)" -gt 2 ]
 }
@@ -90,8 +90,8 @@ refused() { # <text> <argument of the launcher...>
   run -0 "$SCRIPTS/status.sh"
   [[ "$output" == *"the launcher has exited, and the run continues on $(uname -n)"* ]]
   command=$(sed -n 's/^  \$ //p' <<<"$output" | head -n 1)
-  [[ "$command" == *"--attach "* ]]
-  start again bash -c "$command"
+  [[ "$command" == */attach.sh\ * ]]
+  start again bash -c "cd / && $command"
   wait_for_line again attached
   kill -USR1 "$LAUNCHER"
   wait_for_line again "got USR1"
@@ -105,9 +105,8 @@ refused() { # <text> <argument of the launcher...>
   grep -q "verdict: ok" again
   [ -s "$RUN/verdict.json" ]
   no_processes_within 5
-  # A run with a verdict is not followed.
-  run -2 "${CALL[0]}" --attach "$RUN" "${CALL[@]:1}"
-  [[ "$output" == *"has ended with a verdict"* ]]
+  run -0 "$SCRIPTS/attach.sh"
+  [ "$output" = "verdict: ok: all ranks exited with 0" ]
 }
 
 
@@ -116,7 +115,7 @@ refused() { # <text> <argument of the launcher...>
   CALL=("$AUTO" --lease 0 --hostfile hosts --script "my script.py" - 1 --)
   start_and_kill_launcher
   printf '%s\n' "$N1" "$N2" >hosts
-  refused "was started with the nodes $N1 $N2 $N3; got $N1 $N2" "${CALL[0]}" --attach latest "${CALL[@]:1}"
+  refused "was started with the nodes $N1 $N2 $N3; got $N1 $N2"
   printf '%s\n' "$N1" "$N2" "$N3" >hosts
   attach
   kill -KILL -- "-$LAUNCHER"
@@ -129,6 +128,10 @@ refused() { # <text> <argument of the launcher...>
   grep -q "verdict: ok" again
   [ "$(cat "$RUN"/node_*.exit)" = $'0\n0\n0' ]
   no_processes_within 5
+  # The call is repeated from another directory.
+  cd /
+  run -0 "$SCRIPTS/rerun.sh" "$RUN" --hostfile "$WORK/hosts" --grace=5
+  [[ "$output" == *": 3 processes on $N1 $N2 $N3"*"finished after []"*"verdict: ok"* ]] || { echo "$output" && false; }
 }
 
 
@@ -150,26 +153,22 @@ refused() { # <text> <argument of the launcher...>
 }
 
 
-@test "a launcher attaches only if no other launcher runs, and only with the arguments of the start" {
+@test "a launcher attaches only if no other launcher runs" {
   CALL=("$SINGLE" --lease 0 --max-restarts 2 --script "my script.py" - 2 -- x)
   start out "${CALL[@]}"
   wait_for_line out "at work"
-  refused "its launcher, process $LAUNCHER, still runs" "${CALL[0]}" --attach latest "${CALL[@]:1}"
   kill -KILL -- "-$LAUNCHER"
   wait "$LAUNCHER" || true
   flock --no-fork logs/latest/attach.lock sleep 60 3>&- &
   until ! flock --nonblock logs/latest/attach.lock true; do sleep 0.05; done
-  refused "another launcher has just attached to it" "${CALL[0]}" --attach latest "${CALL[@]:1}"
+  refused "another launcher has just attached to it"
   kill "$!" && wait "$!" || true
-  refused "was started with the arguments --lease 0 --max-restarts 2 " \
-    "$SINGLE" --attach latest --lease 0 --max-restarts 3 --script "my script.py" - 2 -- x
-  refused "was started with the arguments" \
-    "$SINGLE" --attach latest --lease 0 --max-restarts 2 --script "my script.py" - 2 -- y
-  refused "--attach and --dry-run cannot be combined" "${CALL[0]}" --dry-run --attach latest "${CALL[@]:1}"
-  refused "no such run" "${CALL[0]}" --attach nothing "${CALL[@]:1}"
+  run -2 "$SCRIPTS/attach.sh" nothing
+  [[ "$output" == *"no such run"* ]]
+  run -2 "${CALL[0]}" --attach latest "${CALL[@]:1}"
+  [[ "$output" == *"--attach: replaced by"*"muster attach RUN"* ]]
   RUN=$(readlink -f logs/latest)
   attach
-  refused "its launcher, process $LAUNCHER, still runs" "${CALL[0]}" --attach latest "${CALL[@]:1}"
   # Ctrl-C stops the run.
   kill -INT "$LAUNCHER"
   wait_for_exit "$LAUNCHER"
@@ -179,10 +178,10 @@ refused() { # <text> <argument of the launcher...>
 }
 
 
-@test "values of --env are not recorded, so --attach refuses a run that has --env and --max-restarts" {
+@test "values of --env are not recorded, so attach.sh refuses a run that has --env and --max-restarts" {
   CALL=("$SINGLE" --lease 0 --max-restarts 1 --env A=1 --script "my script.py" - 2 --)
   start_and_kill_launcher
-  refused "--env" "${CALL[0]}" --attach latest "${CALL[@]:1}"
+  refused "--env"
   run -0 "$SCRIPTS/stop.sh" latest
   no_processes_within 5
   CALL=("$SINGLE" --lease 0 --env A=1 --script "my script.py" - 2 --)
@@ -194,7 +193,7 @@ refused() { # <text> <argument of the launcher...>
 }
 
 
-@test "--attach finds at once that the run failed while it had no launcher, and restarts it if that is allowed" {
+@test "attach.sh finds at once that the run failed while it had no launcher, and restarts it if that is allowed" {
   VIRTUAL_ENV=$WITH_TORCH
   mkdir scratch && ln -s scratch logs
   CALL=("$AUTO" --lease 0 --script "my script.py" - 1 "$N1" "$N2" --)
@@ -225,7 +224,7 @@ refused() { # <text> <argument of the launcher...>
 }
 
 
-@test "if a supervisor was killed while the run had no launcher, --attach stops its processes and reports the failure" {
+@test "if a supervisor was killed while the run had no launcher, attach.sh stops its processes and reports the failure" {
   CALL=("$AUTO" --lease 0 --script "my script.py" - 1 "$N1" "$N2" --)
   start_and_kill_launcher
   kill -KILL "$(pid_of supervisor "$N2")" "$(pid_of guard "$N2")"
@@ -285,13 +284,55 @@ refused() { # <text> <argument of the launcher...>
 }
 
 
-@test "--lease and --attach are refused where no launcher can follow a run again" {
+@test "--lease is refused where no launcher can follow a run again, and a run with a lease ends with its launcher" {
   run -2 "$SCRIPTS/ssh/launch_pdsh_multinode.sh" --lease 0 --script "my script.py" - 1 "$N1"
-  [[ "$output" == *"--lease and --attach: not possible with pdsh; use launch_torchrun_auto.sh"* ]]
+  [[ "$output" == *"--lease: not possible with pdsh; use launch_torchrun_auto.sh"* ]]
   run -2 "$SCRIPTS/ssh/launch_torchrun_auto.sh" --lease x --script "my script.py" - 1 "$N1"
   [[ "$output" == *"--lease: expected a whole number of seconds (0 = none), got 'x'"* ]]
+  start out "$SINGLE" --script "my script.py" - 1
+  wait_for_line out "at work"
+  kill -KILL -- "-$LAUNCHER"
+  wait "$LAUNCHER" || true
+  run -1 "$SCRIPTS/attach.sh"
+  [[ "$output" == *": its launcher has exited without a verdict; start it again: "*"/rerun.sh my-script-"* ]]
+  no_processes_within 10
+}
+
+
+@test "a run whose launcher runs is shown until it ends; Ctrl-C leaves it running, and a new launcher takes over" {
+  CALL=("$AUTO" --lease 0 --detach --script "my script.py" - 1 "$N1" "$N2" -- x)
+  run -0 "${CALL[@]}"
+  RUN=$(readlink -f logs/latest)
+  for verb in attach status stop; do
+    [[ "$output" == *"/$verb.sh ${RUN##*/}"* ]] || { echo "$output" && false; }
+  done
+  start again "$SCRIPTS/attach.sh"
+  wait_for_line again "at work"
+  kill -INT "$LAUNCHER"
+  wait_for_exit "$LAUNCHER"
+  [ "$status" -eq 130 ]
+  grep -q "left; the run goes on; to stop it: .*/stop.sh ${RUN##*/}" again
+  [ "$(processes_left)" -gt 2 ]
+  start again "$SCRIPTS/attach.sh"
+  wait_for_line again "at work"
+  run ! grep "attached to the run" again
+  kill -KILL "$(sed -nE 's/^ *"pid": ([0-9]+),/\1/p' "$RUN/run.json")"
+  wait_for_line again "attached to the run"
   touch finish
-  run -0 "$SINGLE" --script "my script.py" - 1
-  run -2 "$SINGLE" --attach latest --script "my script.py" - 1
-  [[ "$output" == *"--attach 'latest': the run has a lease, so its processes end with its launcher"* ]]
+  wait_for_exit "$LAUNCHER"
+  [ "$status" -eq 0 ] || { cat again && false; }
+  grep -qxF "finished after ['x']" again
+  grep -q "verdict: ok" again
+  no_processes_within 5
+}
+
+
+@test "the failure of a run that is shown is printed as its verdict, with its exit code" {
+  run -0 "$SINGLE" --detach --script "my script.py" - 2
+  start again "$SCRIPTS/attach.sh"
+  wait_for_line again "at work"
+  touch fail
+  wait_for_exit "$LAUNCHER"
+  [ "$status" -eq 3 ] || { cat again && false; }
+  grep -q "verdict: failed: rank 1 on .* exited with code 3" again
 }

@@ -190,10 +190,55 @@ END
       [[ $option == --script || "$all" == *$'\n'"  $option"* ]]
     done
   done
-  for verb in ls status logs stop report doctor test; do
+  for verb in ls status logs attach stop rerun report doctor test; do
     run -0 "$MUSTER" "$verb" --help
     ((${#lines[@]} <= 45))
     [ -z "$(awk 'length > 80' <<<"$output")" ]
     [[ "$output" == *$'\n'"Usage: muster $verb [options]"*$'\n'"    muster $verb"* ]]
   done
+}
+
+
+@test "muster rerun repeats the call from any directory, with options changed, and names values that are missing" {
+  local work=$PWD
+  mkdir "my old" && cd "my old"
+  run -0 "$MUSTER" run -n 2 --env TOKEN=s3cret "$work/my script.py" --env TOKEN=own -- 'a b'
+  cd /
+  run -2 "$MUSTER" rerun "$work/my old/logs/latest"
+  [[ "$output" == *": this value is not recorded; give: --env TOKEN=..."* ]]
+  run -0 --separate-stderr "$MUSTER" rerun "$work/my old/logs/latest" -n 1 --env TOKEN=new
+  [ "$output" = "rank 0 of 1 ['--env', 'TOKEN=own', '--', 'a b']" ]
+  run -0 "$MUSTER" rerun --dry-run --log-dir "$work/my old/logs" latest --nproc-per-node=3 --env TOKEN=new
+  # shellcheck disable=SC1003
+  [ "$output" = "cd '$work/my old' && $KIT/scripts/run.sh --nproc-per-node=3 --env TOKEN=new '$work/my script.py' --env TOKEN=own -- 'a b'" ]
+  cd "$work/my old"
+  run -0 --separate-stderr bash -c "${output/ --nproc-per-node=3/}"
+  [ "$output" = "rank 0 of 1 ['--env', 'TOKEN=own', '--', 'a b']" ]
+  refused_rerun "RUN: missing; for the newest run use: muster rerun latest"
+  refused_rerun "'-- x': expected options of the launcher; arguments of the script cannot be changed" latest -- x
+  refused_rerun "'4': expected options of the launcher; *" latest 4
+  rm -r "$work/my old/logs/latest"/run.json
+  refused_rerun "RUN 'latest': no such run*" latest
+}
+
+
+refused_rerun() { # <message, may be a pattern> <argument...>
+  run -2 --separate-stderr "$MUSTER" rerun "${@:2}"
+  # shellcheck disable=SC2053 # the message is a pattern
+  [[ "${stderr_lines[-2]}" == "muster rerun: "$1 ]] || { echo "$stderr" && return 1; }
+}
+
+
+@test "muster rerun repeats calls of the earlier form, and of train, and prints what differs" {
+  run -0 "$KIT/scripts/ssh/launch_singlenode.sh" --script "my script.py" - 2 -- --x -- y
+  run -0 --separate-stderr "$MUSTER" rerun latest
+  [ "$output" = "rank 0 of 2 ['--x', '--', 'y']" ]
+  run -0 "$MUSTER" run --script "my script.py" - 1
+  run -0 --separate-stderr "$MUSTER" rerun latest --max-restarts=1
+  [ "$output" = "rank 0 of 1 []" ]
+  sed -i 's/"muster": ".*"/"muster": "0.0"/' logs/latest/run.json
+  earlier=$(readlink -f logs/latest)
+  run -0 --separate-stderr "$MUSTER" rerun latest
+  [[ "$stderr" == *": since ${earlier##*/}: packages: muster $(<"$KIT/VERSION"), was 0.0"* ]]
+  run -0 "$MUSTER" train --dry-run -n 1 "$KIT/config/quickstart.yaml" train.steps=1
 }

@@ -175,7 +175,7 @@ refuses() { # <expected text>
   in_job "$KIT/scripts/run_ddp.sh" -n 2 --detach
   refuses "--detach: not possible in an allocation, which ends with this shell; use sbatch"
   in_job "$KIT/scripts/run_ddp.sh" -n 2 --lease 0
-  refuses "--lease and --attach: not possible in an allocation, where SLURM ends the run"
+  refuses "--lease: not possible in an allocation, where SLURM ends the run"
 }
 
 

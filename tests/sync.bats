@@ -224,7 +224,7 @@ END
   done
   no_processes_within 20
   [ ! -e "logs/latest/node_$N2.exit" ]
-  run -0 "${call[0]}" --attach latest "${call[@]:1}"
+  run -0 "$KIT/scripts/attach.sh"
   [[ "$output" == *"verdict: failed: rank 1 on $N2 exited with code 3"*"restart 1 of 1"*"verdict: ok"* ]]
   [[ "$output" != *copying* ]]
   [ "$(cat "logs/latest/attempts/1/node_$N2.exit" "logs/latest/node_$N2.exit")" = $'3\n0' ]
@@ -235,8 +235,8 @@ END
   write_endless_plain_script
   run -0 "$LAUNCH" --sync --detach --script "my script.py" - 1 "$N1" "$N2"
   [[ "$output" == *"--sync: copying $PWD to $N2"* ]]
-  wait_for_line "$(echo logs/detached-*.log)" "at work"
-  run ! grep copying logs/detached-*.log
+  wait_for_line logs/latest/console.log "at work"
+  run ! grep copying logs/latest/console.log
   run -0 "$KIT/scripts/stop.sh" latest
 }
 

@@ -140,7 +140,7 @@ def test_completion_does_not_wait_for_a_fifo_or_terminal_in_place_of_a_file(home
         "ssh - 2 gpu": ["gpu1", "gpu2", "gpu4"],
         "ssh - 2 rack[": ["rack[1-2]"],
         "doctor --exclude r": ["rack[1-2]"],
-        "ssh --attach ": ["17", "latest", "train-1", "train-2"],
+        "attach ": ["17", "latest", "train-1", "train-2"],
         "stop lat": ["latest"],
         "logs train-": ["train-1", "train-2"],
         "logs --s": ["--since"],

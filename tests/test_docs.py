@@ -722,7 +722,7 @@ def test_the_tables_of_files_list_the_files_of_a_run(project: Path) -> None:
     optional = {"checkpoints", "smoke.json", "stalled_attempts", "tensorboard", "wandb", "node_<name>.stop"}
     optional |= {"metrics_from_output.jsonl", "metrics_from_tensorboard.jsonl"}
     # A command of the guides may have stopped the run.
-    assert missing(run, "Run directory") - {"attach.lock", "stop.lock"} == optional
+    assert missing(run, "Run directory") - {"attach.lock", "console.log", "stop.lock"} == optional
     optional = {f"node_<name>.{kind}" for kind in ("heartbeat", "lost", "usage", "reserved", "reserved_record")}
     # The run may end before the first sample.
     rare = {"hang.json", "node_srun.log", "node_srun.exit"}

@@ -36,6 +36,17 @@ def versions(path: Sequence[str] | None = None) -> dict[str, str | None]:
     return {"python": sys.version.split()[0], "torch": found["torch"], "nccl": found["nvidia_nccl"]}
 
 
+def packages() -> list[str]:
+    """Names and versions of the packages that this interpreter would import, such as numpy-2.3.1."""
+    found = set()
+    for directory in sys.path:
+        try:
+            found |= {name.removesuffix(".dist-info") for name in os.listdir(directory) if name.endswith(".dist-info")}
+        except OSError:
+            continue
+    return sorted(found)
+
+
 def _version(path: Sequence[str], package: str) -> str | None:
     for directory in path:
         try:
@@ -59,4 +70,4 @@ def _version(path: Sequence[str], package: str) -> str | None:
 if __name__ == "__main__":  # runs.run_directory runs this with another Python
     import json
 
-    print(json.dumps(versions()))
+    print(json.dumps({**versions(), "packages": packages()}))

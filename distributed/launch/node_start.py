@@ -7,6 +7,7 @@ import os
 import shutil
 
 from distributed.launch.node_reports import REPORT_TOKEN
+from distributed.launch.shown_ranks import choice
 from distributed.transport.commands import LIB, PLAIN_PYTHON, environment_block
 
 TYPE_CHECKING = False
@@ -53,11 +54,7 @@ class NodeStart:
     @property
     def console_rank(self) -> str:
         """Whose output is shown in the attempt; see class ShownRanks."""
-        chosen, node = self._run.options.console_rank, self._run.run.nodes[-1]
-        last = node.first_rank + node.processes - 1
-        if chosen == "auto":
-            return f"auto:{last}" if node.processes > 1 else "0"
-        return str(last) if chosen == "last" else chosen
+        return choice(self._run.options.console_rank, self._run.run.nodes[-1])
 
     @property
     def _names_nodes(self) -> bool:

@@ -5,6 +5,9 @@ A launcher replaces itself by this program after its checks. Standard input has 
     inherited    NAME=VALUE of the caller's variables that the nodes get
     environment  NAME=VALUE of --env and --env-file
     call         the command line of the launcher
+    options      the names of the options in it
+    values       their values; empty for a flag
+    rest         the other arguments
     before       the beginning of the command line of the agent or of srun; this program appends options to it
     after        the rest of this command line, which follows the appended options
     notify       the command of --notify; may be empty
@@ -26,7 +29,7 @@ from typing import TYPE_CHECKING
 
 from distributed import attempts
 from distributed.exit_codes import INTERRUPTED, STOPPED, TERMINATED, UNFIT, WRONG_CALL
-from distributed.files import KIT, command_of, read_json, write_json
+from distributed.files import command_of, read_json, write_json
 from distributed.host import signals
 from distributed.host.identity import machine
 from distributed.host.process_scan import start_time
@@ -37,6 +40,7 @@ from distributed.launch.transport import Pdsh, Ssh
 from distributed.launch.watch import Local, Watch
 from distributed.launch.watched_run import STOPPING_SIGNALS, AgentCommand, Options
 from distributed.runs import run_directory
+from distributed.runs.call import Call, typed
 from distributed.runs.lookup import RunNode, read
 from distributed.transport.commands import (
     Calls,
@@ -61,6 +65,7 @@ if TYPE_CHECKING:
 MAX_STALLED = 3  # consecutive restarts without progress before giving up
 PROGRESS_SECONDS = 300.0  # an attempt that logs no steps has made progress when it ran this long
 REPORT_TIMEOUT = 30  # seconds
+CONSOLE_LOG = "console.log"  # output of a launcher in the background
 
 
 class ReportEnded(BaseException):
@@ -102,7 +107,6 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     add("--task-per-node", action="store_true", help="with srun: one task for all ranks of a node")
     add("--max-requeues", type=int, metavar="N", help="this is a batch job, which may be requeued")
     add("--lease", type=int, metavar="SECONDS", help="lease of the nodes; 0: they continue without this launcher")
-    add("--attach", metavar="RUN", help="follow the nodes of this run, whose launcher has exited")
     add("--detach", action="store_true")
     add("--dry-run", action="store_true")
     add("--quiet", action="store_true")
@@ -116,7 +120,7 @@ class Launch:
         self.options = options
         self.console = LauncherConsole(options.program, options.quiet)
         self.inherited, self.environment = tuple(lists["inherited"]), tuple(lists["environment"])
-        self.call = [os.fsdecode(argument) for argument in lists["call"]]
+        self.call = call_of(lists).masked()
         self.before = tuple(os.fsdecode(argument) for argument in lists["before"])
         self.after = tuple(os.fsdecode(argument) for argument in lists["after"])
         self.notify = os.fsdecode(lists["notify"][0])
@@ -133,6 +137,7 @@ class Launch:
         self.last_step: int | None = None  # highest step that was logged or found in the output; None: no step
         self.step_is_guessed = False  # last_step was found in the output
         self.stalled = 0  # consecutive restarts without progress
+        self.detached_log = ""  # see detach()
 
     # ---- before the nodes start
 
@@ -250,7 +255,8 @@ class Launch:
             directory = run_directory.create(
                 self.logs, options.name, nodes=nodes, spares=known[len(self.names) :],
                 script=options.script, config=options.config, cwd=options.cwd,
-                python=options.python, command=masked(self.call), launcher=os.getpid(), grace=options.grace,
+                python=options.python, launcher=os.getpid(), grace=options.grace,
+                command=self.call.words, options=self.call.options, rest=self.call.rest,
                 slurm_job=options.slurm_job, existing=options.existing_run,
             )  # fmt: skip
         except OSError as error:
@@ -268,6 +274,14 @@ class Launch:
             self._print(f"run_directory: {message}")
         return Path(directory)
 
+    def _print_differences(self, earlier: str) -> None:
+        """Print what differs from the run whose call is repeated. earlier: its directory."""
+        from distributed.runs.rerun import differences
+
+        now = run_directory.software(self.options.cwd, self.options.python)
+        for line in differences(read_json(f"{earlier}/run.json"), now):
+            self.console.print(f"since {os.path.basename(earlier)}: {line}", always=True)
+
     def _print(self, line: str) -> None:
         self.console.show(f"{printable(line, LAYOUT)}\n".encode(), 2)
 
@@ -276,7 +290,7 @@ class Launch:
 
         Returns, in the child, a file descriptor: the caller writes the path of the run directory to it.
         """
-        log, path = self._create_log()
+        options, (log, self.detached_log) = self.options, self._create_log()
         source, target = os.pipe()
         child = os.fork()
         if child:
@@ -284,14 +298,14 @@ class Launch:
             with open(source) as pipe:
                 run = pipe.read()
             if not run:
-                self.console.show(Path(path).read_bytes(), 2)
+                self.console.show(Path(self.detached_log).read_bytes(), 2)
                 code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
                 os._exit(128 - code if code < 0 else code)
-            status, stop = (quote([f"{KIT}/scripts/{name}.sh", run]) for name in ("status", "stop"))
-            self.console.print(
-                f"run {os.path.basename(run)} started in the background, process {child}: output in {path}; "
-                f"to see its state: {status}; to stop it: {stop}"
-            )
+            name = os.path.basename(run)
+            shown = name if options.log_dir == "logs" else run  # logs is where the programs look for a name
+            verbs = [f"  {typed(options.program, verb, shown)}\n" for verb in ("attach", "status", "stop")]
+            message = f"run {name} started in the background, process {child}: output in {run}/{CONSOLE_LOG}"
+            self.console.print(f"{message}\n{''.join(verbs)}".rstrip())
             self.flush()
             os._exit(0)
         os.setsid()
@@ -321,6 +335,8 @@ class Launch:
         address, port = self.check_nodes(commands)
         with contextlib.suppress(ChildProcessError):
             os.waitpid(-1, os.WNOHANG)  # reap the launcher's child, which wrote the lists to standard input
+        if earlier := os.environ.get("MUSTER_RERUN_OF"):
+            self._print_differences(earlier)
         run_pipe = self.detach() if options.detach else -1
         transport = self._transport(commands)
         watch_options = Options(
@@ -339,6 +355,7 @@ class Launch:
         if path := os.environ.get(FOR_SMOKE_TEST):
             Path(path).write_bytes(os.fsencode(f"{directory}\n"))
         if run_pipe >= 0:
+            os.replace(self.detached_log, directory / CONSOLE_LOG)
             os.write(run_pipe, os.fsencode(directory))
             os.close(run_pipe)
         watch.open(read(directory, created=True))
@@ -572,27 +589,15 @@ def terminals() -> str:
     return "".join(map(str, found))
 
 
-def masked(call: Sequence[str]) -> list[str]:
-    """The launcher's command line without the values of --env and --notify."""
-    shown: list[str] = []
-    for argument in call:
-        if "--" in shown:
-            shown.append(argument)
-        elif argument.startswith("--env="):
-            shown.append(f"--env={argument[6:].partition('=')[0]}=...")
-        elif argument.startswith("--notify="):
-            shown.append("--notify=...")
-        elif shown and shown[-1] == "--notify":
-            shown.append("...")
-        elif shown and shown[-1] == "--env":
-            shown.append(f"{argument.partition('=')[0]}=...")
-        else:
-            shown.append(argument)
-    return shown
+def call_of(lists: dict[str, list[bytes]]) -> Call:
+    """The command line of the launcher."""
+    words, names, values, rest = (list(map(os.fsdecode, lists[name])) for name in ("call", "options", "values", "rest"))
+    options = ((name, value) if value else (name,) for name, value in zip(names, values, strict=True))
+    return Call(tuple(words[: 1 + (words[0] == "sbatch")]), tuple(options), tuple(rest))
 
 
 def record_launcher(directory: Path, address: str, port: str) -> None:
-    """Write into run.json that this process is the launcher, and what --attach needs. Raises OSError."""
+    """Write into run.json that this process is the launcher, and what attach.sh needs. Raises OSError."""
     facts, pid = read_json(directory / "run.json"), os.getpid()
     launcher = {"host": os.uname().nodename, "pid": pid, "since": start_time(pid), "machine": machine()}
     facts["launcher"] = {**facts["launcher"], **launcher}  # type: ignore[dict-item]

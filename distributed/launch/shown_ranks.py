@@ -10,8 +10,20 @@ import time
 
 from distributed.launch.output_lines import rank_of
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from distributed.runs.lookup import RunNode
+
 MOST_LINES = 5000  # lines in which steps are searched
 NEEDED, SECONDS = 3, 2.0  # steps that the last rank alone must have printed, and time since the first of them
+
+
+def choice(chosen: str, last_node: RunNode) -> str:
+    """What class ShownRanks expects. chosen: a value of --console-rank."""
+    last = last_node.first_rank + last_node.processes - 1
+    if chosen == "auto":
+        return f"auto:{last}" if last_node.processes > 1 else "0"
+    return str(last) if chosen == "last" else chosen
 
 
 class ShownRanks:

@@ -12,14 +12,14 @@ import contextlib
 import itertools
 import os
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from distributed import index
 from distributed.host.identity import machine
 from distributed.host.process_scan import start_time
+from distributed.runs.call import Call
 from distributed.trust import checked, foreign, parse_json, printable, read_bytes, user_name
 from distributed.verdict.user_code import launched_package
 
@@ -34,6 +34,7 @@ RUN_JSON: dict[str, object] = {
     "directory": str, "python": str, "user": str, "started": str, "command": list[str], "layout": [NODE],
     "launcher": {"host": str, "pid": range(1, 1 << 22), "since": int | None, "machine": str, "grace": range(1 << 30)},
     "slurm_job?": str | None, "lease?": int | None, "cwd?": str, "spares?": [NODE], "changes?": [dict],
+    "options?": list[list[str]], "rest?": list[str],
 }  # fmt: skip
 
 
@@ -79,6 +80,7 @@ class Run:
     cwd: str = ""
     spares: tuple[RunNode, ...] = ()  # spare nodes, which may replace lost ones
     changes: tuple[dict[str, object], ...] = ()  # nodes that joined or left, see launch.spares
+    call: Call | None = None  # the parts of the command; None for a run of an older version
 
 
 def find(argument: str, cwd: Path, logs: Path) -> Path:
@@ -189,6 +191,7 @@ def _from_json(directory: Path, content: dict[str, Any]) -> Run:
         cwd=facts.get("cwd", ""),
         spares=nodes(facts.get("spares", [])),
         changes=tuple(facts.get("changes", ())),
+        call=_call_of(facts),
     )
 
 
@@ -201,14 +204,8 @@ def state_of_launcher(host: str, launcher_machine: str, pid: int, started: int |
     return EXITED if rebooted else REMOTE
 
 
-def constant_arguments(command: Sequence[str]) -> list[str]:
-    """The arguments that a call with --attach must repeat: all but --attach, --notify, --detach and --quiet."""
-    end = command.index("--") if "--" in command else len(command)
-    options = iter(command[1:end])
-    kept = []
-    for argument in options:
-        if argument in ("--attach", "--notify"):
-            next(options, "")  # the value
-        elif argument not in ("--detach", "--quiet") and not argument.startswith(("--attach=", "--notify=")):
-            kept.append(argument)
-    return [*kept, *command[end:]]
+def _call_of(facts: dict[str, Any]) -> Call | None:
+    if "options" not in facts or "rest" not in facts:
+        return None
+    call = Call((), tuple(map(tuple, facts["options"])), tuple(facts["rest"]))
+    return replace(call, program=tuple(facts["command"][: len(facts["command"]) - len(call.words)]))

@@ -152,7 +152,7 @@ class JobWithoutRun(Exception):
     """A SLURM job has not started its run. state: state and reason from squeue, such as PENDING Resources."""
 
     def __init__(self, job: str, state: str) -> None:
-        super().__init__(job)
+        super().__init__(f"job {job} ({state}): its run has not started")
         self.job, self.state = job, state
 
 

@@ -20,7 +20,7 @@ import time
 
 from distributed import attempts, index
 from distributed.files import KIT, read_json, version, write_json
-from distributed.host.identity import machine, user, versions
+from distributed.host.identity import machine, packages, user, versions
 from distributed.host.process_scan import start_time
 from distributed.trust import (
     GIT,
@@ -54,6 +54,8 @@ def create(
     cwd: str,
     python: str,
     command: Sequence[str],
+    options: Sequence[Sequence[str]] = (),
+    rest: Sequence[str] = (),
     launcher: int = 0,
     grace: int = 8,
     slurm_job: Sequence[str] = (),
@@ -61,7 +63,8 @@ def create(
 ) -> str:
     """Create a run directory in `logs`, write its run.json, and return its absolute path.
 
-    config: None if the script gets no settings file. python: interpreter of the ranks. launcher: its pid; default: the
+    config: None if the script gets no settings file. python: interpreter of the ranks. options, rest: parts
+    of the command, see call.Call. launcher: its pid; default: the
     parent process. grace: seconds from a stop request to SIGKILL. slurm_job: the job number and, for an element of an
     array, also ARRAY_INDEX, such as 17_3. existing: the directory to use instead of a new one, for a run that
     SLURM requeued or a job that resumes.
@@ -80,7 +83,7 @@ def create(
     facts = {
         "run": os.path.basename(directory),
         "directory": directory,  # MUSTER_RUN_DIR of its processes
-        "command": list(command),
+        "command": list(command), "options": options, "rest": rest,
         "started": f"{time.strftime('%Y-%m-%dT%H:%M:%S')}{zone[:3]}:{zone[3:]}",
         **_facts_of_nodes(nodes, spares),
         # Start time and machine distinguish this launcher from a later process with the same pid.
@@ -88,8 +91,7 @@ def create(
             "host": os.uname().nodename, "pid": pid, "since": start_time(pid), "machine": machine(), "grace": grace,
         },
         "slurm_job": slurm_job[0] if slurm_job else None,
-        "script": script, "config": config, "cwd": cwd, "python": python,
-        "user": user(), "versions": {"muster": version(), **_versions(python)}, "git": _git(cwd),
+        "script": script, "config": config, "cwd": cwd, "user": user(), **software(cwd, python),
     }  # fmt: skip
     try:
         write_json(os.path.join(directory, "run.json"), facts)
@@ -155,11 +157,18 @@ def _create_directory(logs: str, name: str) -> str:
         return directory
 
 
-def _versions(python: str) -> dict[str, str | None]:
-    """versions() of the ranks' interpreter; every value is None if the interpreter fails."""
+def software(cwd: str, python: str) -> dict[str, object]:
+    """The part of run.json on the code in `cwd`, and on the ranks' interpreter and its packages."""
+    found = _versions_and_packages(python)
+    packages = found.pop("packages", [])
+    return {"git": _git(cwd), "python": python, "versions": {"muster": version(), **found}, "packages": packages}
+
+
+def _versions_and_packages(python: str) -> dict[str, object]:
+    """versions() and packages() of an interpreter; every version is None if it fails."""
     own = versions()  # this interpreter (-I) ignores PYTHONPATH and the user's packages, so PyTorch may be missing
     if own["torch"] and os.path.abspath(python) == os.path.abspath(sys.executable):
-        return own
+        return {**own, "packages": packages()}
     import json
     import subprocess
 

@@ -30,7 +30,7 @@ from distributed.attempts import newest
 from distributed.exit_codes import UNFIT
 from distributed.files import KIT, command_of
 from distributed.records import node_changes, read_object
-from distributed.runs.lookup import EXITED, IN_JOB, REMOTE, RUNNING, Run, constant_arguments
+from distributed.runs.lookup import EXITED, IN_JOB, REMOTE, RUNNING, Run
 from distributed.runs.node_status import GpuUsage, RankStatus, RunProgress, read_progress
 from distributed.runs.query import (
     JobWithoutRun,
@@ -125,9 +125,8 @@ def state_of(run: Run, replies: Sequence[NodeReply], verdict: Mapping[str, Any])
         names = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
         return RunState("running", f"not running: {names}" if missing else "")
     if active and run.lease == 0 and not (run.directory / "verdict.json").exists():
-        attach = shlex.join([run.command[0], "--attach", str(run.directory), *constant_arguments(run.command)])
         text = f"the launcher has exited, and the run continues on {', '.join(active)}; to follow it again:"
-        return RunState("left", text, remedy=f"cd {shlex.quote(run.cwd)} && {attach}")
+        return RunState("left", text, remedy=shlex.join([*command_of("attach"), str(run.directory)]))
     if active:
         stop = shlex.join([*command_of("stop"), str(run.directory)])
         return RunState("left", f"the launcher has exited, but processes remain on {', '.join(active)}", True, stop)

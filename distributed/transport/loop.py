@@ -27,8 +27,10 @@ BLOCK = 1 << 16  # bytes per read
 NULL = subprocess.DEVNULL
 INHERITED = None  # value of `output` or `errors` of a client that writes to the same stream as the launcher
 # Variable with which test_distributed.sh asks the launcher for a test of the connections between nodes, and names the
-# file to which the launcher writes the path of the run directory. Clients do not get it.
+# file to which the launcher writes the path of the run directory.
 FOR_SMOKE_TEST = "MUSTER_SMOKE_TEST"
+# Variables that clients do not get: this one, the run that the launcher follows, and the run whose call it repeats.
+FOR_LAUNCHER = (FOR_SMOKE_TEST.encode(), b"MUSTER_ATTACH", b"MUSTER_RERUN_OF")
 # Clients start with these signals blocked: the launcher handles the signals, and sends requests to the nodes.
 BLOCKED_IN_CLIENTS = {
     signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP, *signals.PASSED_ON,
@@ -36,13 +38,13 @@ BLOCKED_IN_CLIENTS = {
 
 
 def inherited_environment() -> dict[bytes, bytes]:
-    """Return the environment with which this process was started, without FOR_SMOKE_TEST. Clients get it.
+    """Return the environment with which this process was started, without FOR_LAUNCHER. Clients get it.
 
     It is read from /proc, because os.environ may contain changes by Python.
     """
     with open("/proc/self/environ", "rb") as file:
         entries = (entry.partition(b"=") for entry in file.read().split(b"\0") if entry)
-        return {name: value for name, _, value in entries if name != FOR_SMOKE_TEST.encode()}
+        return {name: value for name, _, value in entries if name not in FOR_LAUNCHER}
 
 
 class Loop:

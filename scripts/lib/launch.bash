@@ -14,7 +14,7 @@ MASTER_ADDR=''           # name or address of the first node; the other nodes co
 PLAIN_AGENT=torch.distributed.run # module for --agent torchrun
 FAST_OPTIONS=()          # options of Muster's own agent
 BEFORE=() AFTER=()       # command line of the agent or of srun, before and after options that launch.run inserts
-RUN_OPTIONS=()           # distributed/launch/run.py or attach.py, and its options
+RUN_OPTIONS=()           # distributed/launch/run.py or takeover.py, and its options
 NODES=()                 # names, in the order of node ranks
 SPARE_NODES=()           # names of nodes that replace lost nodes
 declare -A ADDRESS=()    # node -> [user@]name for ssh
@@ -246,14 +246,14 @@ run_nodes() { # <local, ssh, pdsh or srun> [option of distributed/launch/run.py.
 # Set RUN_OPTIONS. This is a separate function because run_nodes must not have local variables.
 set_run_options() { # <argument of run_nodes...>
   local node program=launch.run name=${MODULE:-${WORK[0]}}
-  [[ ! $ATTACH ]] || program=launch.attach
+  [[ ! $ATTACH ]] || program=launch.takeover
   [[ ! -d $name ]] || name=$(cd -- "$name" && pwd)
   name=${name##*/}
   RUN_OPTIONS=("$program" "$@" "--program=$PROGRAM" "--cwd=$PWD" "--log-dir=$LOG_DIR" "--name=${name%.py}"
     "--script=${MODULE:-${WORK[0]}}" ${CONFIG_ARGS:+"--config=$CONFIG"} "--python=$PYTHON" "--node-env=$(node_env)"
     --grace "$GRACE" --max-restarts "$MAX_RESTARTS" ${HANG_TIMEOUT:+--hang-timeout "$HANG_TIMEOUT"}
     --console-rank "$CONSOLE_RANK" ${PROGRESS:+"--progress=$PROGRESS"}
-    ${LEASE:+--lease "$LEASE"} ${ATTACH:+"--attach=$ATTACH"})
+    ${LEASE:+--lease "$LEASE"})
   [[ ! ${MASTER_ADDR-}${MASTER_PORT-} ]] || RUN_OPTIONS+=(--master "${MASTER_ADDR-}" "${MASTER_PORT-}")
   for node in "${NODES[@]}"; do
     RUN_OPTIONS+=(--node "$node" "${NPROC_OF[$node]}" "${ADDRESS[$node]-}")
@@ -273,6 +273,9 @@ set_run_options() { # <argument of run_nodes...>
 print_lists() {
   print_environment
   print_list call "${CALL[@]}"
+  print_list options "${GIVEN_OPTIONS[@]}"
+  print_list values "${GIVEN_VALUES[@]}"
+  print_list rest "${POSITIONAL[@]}" "${REST[@]}"
   print_list before "${BEFORE[@]}"
   print_list after "${AFTER[@]}"
   print_list notify "$NOTIFY"

@@ -16,6 +16,7 @@ CALL=()                  # this program and its arguments
 GIVEN_OPTIONS=() GIVEN_VALUES=() # options in CALL and their values
 POSITIONAL=()            # positional arguments in CALL
 SCRIPT_ARGS=()           # arguments after --, for the user's script
+REST=()                  # arguments in CALL from -- on or, if TAKE_SCRIPT is set, from the first that is no option
 TAKE_SCRIPT=''           # function that takes the first positional argument and all that follow; empty: none
 
 # Option -> the variable that it sets; a flag sets it to 1. set_option handles the others.
@@ -26,7 +27,7 @@ declare -A VARIABLE_OF=(
   [--grace]=GRACE [--max-restarts]=MAX_RESTARTS [--max-requeues]=MAX_REQUEUES [--hostfile]=HOSTFILE [--exclude]=EXCLUDE
   [-n]=NPROC [-c]=CONFIG [-l]=LEVEL
   [--backend]=BACKEND [--max-bytes]=MAX_BYTES [--seconds]=TABLE_SECONDS [--timeout]=TIMEOUT
-  [--sync]=SYNC [--lease]=LEASE [--attach]=ATTACH [--notify]=NOTIFY [--detach]=DETACH [--dry-run]=DRY_RUN
+  [--sync]=SYNC [--lease]=LEASE [--notify]=NOTIFY [--detach]=DETACH [--dry-run]=DRY_RUN
   [--json]=JSON [--watch]=WATCH [--stacks]=STACKS [--now]=NOW [--certain]=CERTAIN [--fresh]=FRESH [--all]=ALL
   [--rows]=ROWS [--quiet]=QUIET [-f]=FOLLOW [--follow]=FOLLOW [--template]=TEMPLATE
   [--rank]=SHOWN_RANK [--node]=SHOWN_NODE [--since]=SINCE
@@ -56,7 +57,7 @@ MAX_RESTARTS=0 MAX_REQUEUES=100
 SPARES=''             # nodes that replace lost nodes
 MIN_NODES=''          # fewest nodes with which a run continues; empty: all nodes
 LEASE=''              # seconds; 0: none; empty: the default
-ATTACH=''             # the run to attach to, which has lost its launcher
+ATTACH=${MUSTER_ATTACH-} # the run to follow instead of starting one; attach.sh sets it
 NOTIFY=${MUSTER_NOTIFY-} # command that is called when the run restarts, ends or has a fault; may contain a secret
 NPROC='' CONFIG='' LEVEL='' ROWS='' SHOWN_RANK='' SHOWN_NODE='' SINCE=''
 ON='' SLURM_NODES='' PDSH=''
@@ -90,6 +91,7 @@ parse_options() { # <argument...>
       --help-all) [[ ${VALUE_NAME[--help-all]-} ]] || refuse_option "$1"; usage; exit ;;
       --version) show_version; exit ;;
       --)
+        REST=("$@")
         [[ ! $TAKE_SCRIPT ]] || { "$TAKE_SCRIPT" "${@:2}" && break; }
         [[ ${VALUE_NAME[--]-} ]] || die_usage "--: unknown option"
         SCRIPT_ARGS=("${@:2}")
@@ -113,12 +115,13 @@ parse_options() { # <argument...>
           need_value "$@"
           GIVEN_VALUES+=("$2")
           set_option "$1" "$2"
-          [[ ! $TAKE_SCRIPT || ${VARIABLE_OF[$1]-} != MODULE ]] || { "$TAKE_SCRIPT" "${@:3}" && break; }
+          [[ ! $TAKE_SCRIPT || ${VARIABLE_OF[$1]-} != MODULE ]] ||
+            { REST=("${@:3}") && "$TAKE_SCRIPT" "${@:3}" && break; }
           shift
         fi
         ;;
       *)
-        [[ ! $TAKE_SCRIPT ]] || { "$TAKE_SCRIPT" "$@" && break; }
+        [[ ! $TAKE_SCRIPT ]] || { REST=("$@") && "$TAKE_SCRIPT" "$@" && break; }
         POSITIONAL+=("$1")
         ;;
     esac
@@ -241,13 +244,12 @@ check_options() {
   [[ ! $LEASE ]] || is_count "$LEASE" ||
     die_usage "--lease: expected a whole number of seconds (0 = none), got '$LEASE'"
   ((!${#FETCHED[@]} || SYNC)) || die_usage "--fetch: nodes share the working directory unless --sync copies it; add --sync"
-  [[ ! $ATTACH || $DRY_RUN != 1 ]] || die_usage "--attach and --dry-run cannot be combined"
   [[ ! $MASTER_PORT ]] || is_port "$MASTER_PORT" ||
     die_usage "--master-port: expected a port from 1 to 65535, got '$MASTER_PORT'"
   [[ ! $RENDEZVOUS_TIMEOUT ]] || { is_count "$RENDEZVOUS_TIMEOUT" && ((RENDEZVOUS_TIMEOUT >= 1)); } ||
     die_usage "--rendezvous-timeout: expected a whole number of seconds, 1 or more, got '$RENDEZVOUS_TIMEOUT'"
   # A dry run may print commands for another machine, so it does not check GPUs, ports and addresses.
-  [[ $DRY_RUN != 1 && ! $ATTACH ]] || PREFLIGHT=0 # with --attach, the run itself uses its GPUs and port
+  [[ $DRY_RUN != 1 && ! $ATTACH ]] || PREFLIGHT=0 # a run to follow uses its GPUs and port itself
   # Python buffers output to a pipe; Muster's own agent disables that itself.
   [[ $AGENT == fast ]] || ENVIRONMENT=(PYTHONUNBUFFERED=1 "${ENVIRONMENT[@]}")
 }

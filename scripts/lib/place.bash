@@ -86,7 +86,7 @@ check_place() {
   [[ ! $ON || ! $HOSTFILE ]] || die_usage "--on and --hostfile: both name the nodes; give one of the two"
   [[ ! $SLURM_NODES || ! $ON$HOSTFILE ]] || die_usage "--slurm and ${ON:+--on}${HOSTFILE:+--hostfile}: give one of the two"
   if [[ $SLURM_NODES ]]; then
-    refuse_options "not in a job of --slurm; leave it out" "${nodes[@]}" --lease --attach --detach --no-preflight
+    refuse_options "not in a job of --slurm; leave it out" "${nodes[@]}" --lease --detach --no-preflight
   else
     refuse_options "only for a job of --slurm" "${job[@]}"
   fi
@@ -95,7 +95,7 @@ check_place() {
     in_allocation || refuse_options "there is only one machine; name more with --on or --hostfile" \
       --spares --min-nodes --rendezvous-timeout
   fi
-  [[ ! $PDSH || ! $LEASE$ATTACH ]] || die_usage "--lease and --attach: not possible with --pdsh; leave --pdsh out"
+  [[ ! $PDSH || ! $LEASE ]] || die_usage "--lease: not possible with --pdsh; leave --pdsh out"
 }
 
 

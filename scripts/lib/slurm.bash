@@ -170,7 +170,7 @@ split_arguments() { # <name of a variable>
 # container, the Python of this machine need not have PyTorch.
 slurm_check_call() { # <number of ranks; 0: as many as are allocated>
   local torch=(--torch) container_python=${PYTHON_OPTION:-python3}
-  [[ ! $LEASE$ATTACH ]] || die_usage "--lease and --attach: not possible in an allocation, where SLURM ends the run"
+  [[ ! $LEASE ]] || die_usage "--lease: not possible in an allocation, where SLURM ends the run"
   ((!DETACH)) || die_usage "--detach: not possible in an allocation, which ends with this shell; use sbatch"
   check_slurm_settings
   use_port_from_environment

@@ -25,7 +25,7 @@
 #                        with LAUNCHER=torchrun: time for all nodes to join (default: 600)
 #   --max-requeues N     how often the job may requeue itself (default: 100)
 #   --dry-run            print the job and the command that would be started; start nothing
-#   (as launch_singlenode.sh except NPROC --no-preflight --lease --attach --detach)
+#   (as launch_singlenode.sh except NPROC --no-preflight --lease --detach)
 #
 # Environment variables:
 #

@@ -7,7 +7,7 @@
 #
 # Like launch_torchrun_auto.sh, but pdsh starts the processes on all nodes, over ssh or the transport in PDSH_RCMD_TYPE.
 # Stop requests, and the checks before the start (skipped with --no-preflight), always use ssh. Of the options below,
-# --lease and --attach are refused: a run stops when its launcher dies.
+# --lease is refused: a run stops when its launcher dies.
 #
 #   (as launch_torchrun_auto.sh)
 #
@@ -22,7 +22,7 @@ source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/../lib/launcher.ba
 
 main() {
   parse_options "$@"
-  [[ ! $LEASE$ATTACH ]] || die_usage "--lease and --attach: not possible with pdsh; use launch_torchrun_auto.sh"
+  [[ ! $LEASE ]] || die_usage "--lease: not possible with pdsh; use launch_torchrun_auto.sh"
   parse_config_nproc_nodes
   check_call_on_nodes "${POSITIONAL[@]:2}"
   check_pdsh

@@ -34,8 +34,6 @@
 #   --no-preflight       skip the checks of GPUs and port
 #   --lease SECONDS      stop the ranks when this launcher dies, and also when it has sent no heartbeat for SECONDS
 #                        (default: only when it dies); 0: let them continue in these cases
-#   --attach RUN         follow a run that was started with --lease 0 and whose launcher has died; repeat all other
-#                        arguments of its start
 #   --detach             run in the background, detached from this terminal
 #   --dry-run            print the command, run nothing
 #   --quiet              print no progress lines of the launcher

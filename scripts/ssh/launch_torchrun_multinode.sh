@@ -23,7 +23,7 @@
 #   --hang-timeout S     stop the run when the ranks of this node write no output and no metrics for S seconds
 #                        (exit code 124); 0: never. Default with several nodes: only report a run that looks hung
 #   --no-preflight       skip the checks of GPUs, MASTER_ADDR and port
-#   (as launch_singlenode.sh except --lease --attach)
+#   (as launch_singlenode.sh except --lease)
 #
 # ARGUMENTs are passed to the script unchanged. The first node prints which nodes are missing. With --agent torchrun, a
 # node does not notice failures of other nodes.

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from distributed import index
+from distributed import files, index
 from distributed.host import identity, process_scan
 from distributed.host.replies import MARKER, Reply
 from distributed.launch.hang_decision import seconds_without_output
@@ -64,13 +64,13 @@ def run_with_launcher(state: str) -> Run:
 
 
 def test_a_run_that_continues_without_its_launcher_is_shown_with_a_command_that_attaches_to_it(tmp_path: Path) -> None:
-    command = ("/k/launch.sh", "--quiet", "--attach", "x", "--lease", "0", "a b", "2", "--attach=y", "--", "--quiet")
-    run = replace(run_with_launcher(EXITED), directory=tmp_path, lease=0, cwd="/my work", command=command)
+    run = replace(run_with_launcher(EXITED), directory=tmp_path / "my run", lease=0)
     state = judge(run, [reply("n1", RANK)], FAILED, RunProgress(), START).state
     assert (state.name, state.wrong) == ("left", False)
     assert state.more == "the launcher has exited, and the run continues on n1; to follow it again:"
-    assert state.remedy == f"cd '/my work' && /k/launch.sh --attach {tmp_path} --lease 0 'a b' 2 -- --quiet"
-    (tmp_path / "verdict.json").touch()
+    assert state.remedy == f"{files.KIT}/scripts/attach.sh '{tmp_path}/my run'"
+    (tmp_path / "my run").mkdir()
+    (tmp_path / "my run/verdict.json").touch()
     assert "processes remain on n1" in judge(run, [reply("n1", RANK)], FAILED, RunProgress(), START).state.more
 
 
