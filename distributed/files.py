@@ -23,13 +23,16 @@ def version() -> str:
         return file.read().strip()
 
 
-def command_of(verb: str) -> list[str]:
-    """The start of a command line that calls a program of Muster: by verb if `muster` is on the PATH, else by path."""
+def command_of(verb: str, program: str = "") -> list[str]:
+    """The start of a command line that calls a program of Muster: by verb if `muster` is on the PATH, else by path.
+
+    program: the name of the running program in messages; if `muster` has called it, the verb is used too.
+    """
     import shutil
 
     found = shutil.which("muster")
     is_this = found and os.path.realpath(found) == os.path.realpath(f"{KIT}/scripts/muster")
-    return ["muster", verb] if is_this else [f"{KIT}/scripts/{verb}.sh"]
+    return ["muster", verb] if is_this or program.startswith("muster ") else [f"{KIT}/scripts/{verb}.sh"]
 
 
 def removed(words: Collection[str]) -> str:

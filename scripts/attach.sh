@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 #
-# Show the output of a run until the run ends, and exit with its exit code.
+# Show the output of a run until it ends, and exit with its exit code.
 #
 # Usage: attach.sh [options] [RUN]
 #        muster attach ...

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn
 
-from distributed.files import KIT
+from distributed.files import KIT, command_of
 from distributed.transport.commands import TransportError, quote
 from distributed.trust import planted
 
@@ -76,4 +76,4 @@ def _name(option: str, value: str = "", *_: str) -> tuple[str, str]:
 
 def typed(program: str, verb: str, *arguments: str) -> str:
     """What a user types to call the program of a verb. program: the name of the running program in messages."""
-    return quote([*(["muster", verb] if program.startswith("muster ") else [f"{KIT}/scripts/{verb}.sh"]), *arguments])
+    return quote([*command_of(verb, program), *arguments])
