@@ -12,6 +12,7 @@ source "$BATS_TEST_DIRNAME/lab/nodes.bash"
 setup_file() {
   export SSH=$BATS_TEST_DIRNAME/../scripts/ssh
   start_lab 4
+  use_agent_without_torch
 }
 
 
@@ -30,24 +31,16 @@ teardown() {
 }
 
 
-# Write "my script.py": each rank writes its process id and that of its agent to attempt.<number>.<rank>, and exchanges
-# data with the others until the file "go" exists.
+# Write "my script.py": each rank writes its process id and that of its agent to attempt.<number>.<rank>, and runs until
+# the file "go" exists.
 write_steady_script() {
-  cat >"my script.py" <<'END'
-import json, os, time
-import torch
-import torch.distributed as dist
-dist.init_process_group("gloo")
-name = f"attempt.{os.environ['TORCHELASTIC_RESTART_COUNT']}.{os.environ['RANK']}"
-dist.barrier()
+  write_plain_script <<'END'
+name = f"attempt.{os.environ['TORCHELASTIC_RESTART_COUNT']}.{rank}"
 with open(f"{name}.part", "w") as file:
     print(os.getpid(), os.getppid(), os.environ["MUSTER_NODE"], file=file)
 os.rename(f"{name}.part", name)
-print("rank", os.environ["RANK"], "of attempt", os.environ["TORCHELASTIC_RESTART_COUNT"])
-stop = torch.zeros(1)
-while not stop:
-    stop = torch.tensor([float(os.path.exists("go"))])
-    dist.all_reduce(stop, op=dist.ReduceOp.MIN)
+print("rank", rank, "of attempt", os.environ["TORCHELASTIC_RESTART_COUNT"], flush=True)
+while not os.path.exists("go"):
     time.sleep(0.01)
 END
 }
@@ -115,7 +108,7 @@ node_of() { # <attempt> <rank>
 
 
 @test "over ssh, all agents stay for the next attempt" {
-  launch 3 - 1 "$N1" "$N2" "$N3"
+  with_torch launch 3 - 1 "$N1" "$N2" "$N3"
   kill -KILL "$(rank_of 0 2)"
   ranks_at_work 1 3
   succeeds
@@ -133,7 +126,7 @@ node_of() { # <attempt> <rank>
     case $kind in
       agent) victim=$(agent_of $attempt 1) ;;
       fork_server)
-        victim=$(pgrep -P "$(agent_of $attempt 1)" -f agent.py)
+        victim=$(pgrep -P "$(agent_of $attempt 1)" -f agent)
         kill -KILL "$(rank_of $attempt 1)"
         ;;
       supervisor) victim=$(pid_of supervisor "$N2") ;;
