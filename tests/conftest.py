@@ -33,7 +33,7 @@ SLOW_MODULE = "forked"  # forks ranks
 GUIDE = "tests/test_guide_"  # these files start laboratories whose nodes have the same names
 # These files take longest, so they run first: at the end of a run, no worker waits for the other.
 LONGEST = (GUIDE, "tests/agent/test_agent.py", "tests/training/test_train.py")
-SLOW_COMMANDS = ("lab.sh", "lib/agent.py", "torch.distributed.run")
+SLOW_COMMANDS = ("lab.sh", "lib/agent.py", "agent_without_torch.py", "torch.distributed.run")
 
 
 def tracked(*patterns: str, root: Path = TESTS.parent) -> list[Path]:

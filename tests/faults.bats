@@ -131,6 +131,7 @@ fails_with() { # <exit code> <text of the verdict> <argument of LAUNCH...>
 
 
 @test "a rank raises and a thread keeps it alive: the failure is detected at once, the rank killed and its error named" {
+  use_agent_without_torch
   faulty_script
   fails_with 1 "rank 1 on $N2 raised ValueError: boom" "$N1" "$N2" -- remains 1
   detected_within 1 "$N2"
@@ -209,6 +210,7 @@ END
 
 
 @test "an agent is killed: its ranks are killed, and the verdict names the agent" {
+  use_agent_without_torch
   faulty_script
   launch - 1 "$N1" "$N2"
   kill -KILL "$(pid_of command "$N2")"
@@ -248,6 +250,7 @@ with socket.create_server(("", 29500)):
 
 
 @test "a firewall drops or rejects connections to the rendezvous: the run ends early and names address and port" {
+  use_agent_without_torch
   local port=29611 rule reason
   echo 'print("at work")' >"my script.py"
   for rule in "DROP no answer" "REJECT --reject-with icmp-host-prohibited No route to host"; do
@@ -312,6 +315,7 @@ with socket.create_server(("", 29500)):
 
 
 @test "the disk with the logs is full: the training that needs no logs goes on, and lost output is counted" {
+  use_agent_without_torch
   faulty_script
   rm -rf "${SMALL_DISK:?}"/*
   timeout 90 "$LAUNCH" --log-dir "$SMALL_DISK" --script "my script.py" - 1 "$N1" "$N2" -- fills 1 >out 2>&1 &
@@ -328,6 +332,7 @@ with socket.create_server(("", 29500)):
 
 
 @test "the disk with the logs is full: a rank that needs it fails, and the verdict names the disk" {
+  use_agent_without_torch
   faulty_script
   rm -rf "${SMALL_DISK:?}"/*
   run timeout 90 "$LAUNCH" --log-dir "$SMALL_DISK" --script "my script.py" - 1 "$N1" "$N2" -- fills_and_needs 1

@@ -88,6 +88,7 @@ END
 
 
 @test "--max-restarts: ranks see the number of restarts" {
+  use_agent_without_torch
   write_counting_script
   "$LAUNCH" --max-restarts 1 --script "my script.py" - 1 "$N1" "$N2" -- 1 2 3>&-
   all_ranks_saw 2 "0 1" "1 1"
@@ -128,7 +129,8 @@ END
 # As with ssh, the agents of the other nodes detect the disconnected node when heartbeats time out.
 # bats test_tags=soak
 @test "a disconnected node ends the run with 69, and its own processes exit" {
-  write_endless_script
+  use_agent_without_torch
+  write_endless_plain_script
   start_endless_script - 1 "$N1" "$N2" "$N3"
   lab cut "$N3"
   SECONDS=0

@@ -133,6 +133,7 @@ END
 
 
 @test "a directory with a __main__.py runs as a script, and the run has its name" {
+  use_agent_without_torch
   mkdir -p program
   echo 'import os, sys; print(__file__, sys.path[0], sys.argv)' >program/__main__.py
   run --separate-stderr "$LAUNCH" --script program/ - 1 -- one
@@ -158,6 +159,7 @@ END
 
 # bats test_tags=slow
 @test "a run goes on when its logs are emptied" {
+  use_agent_without_torch
   cat >steps.py <<'END'
 import os, time
 for step in range(10**6):
@@ -222,9 +224,8 @@ dist.barrier()'
 
 # bats test_tags=slow
 @test "a killed rank: the exit code is 137, the other ranks are stopped, and no process remains" {
+  use_agent_without_torch
   write_script <<<'
-import torch.distributed as dist
-dist.init_process_group("gloo")
 if rank == 0: os.kill(os.getpid(), 9)
 time.sleep(300)'
   run "$LAUNCH" --script "my script.py" - 2
@@ -236,6 +237,7 @@ time.sleep(300)'
 
 # bats test_tags=slow
 @test "the launcher prints stdout of rank 0 to stdout, and stderr of rank 0 and its own messages to stderr" {
+  use_agent_without_torch
   local code=0
   write_script <<'END'
 print('{"loss": ', end="", flush=True)
@@ -266,14 +268,12 @@ END
 
 
 @test "if the last rank alone prints steps, the console shows them, and status has the last one" {
+  use_agent_without_torch
   write_script <<'END'
-import torch.distributed as dist
-dist.init_process_group("gloo")
 for step in range(1, 10):
     if rank == 1 or sys.argv[1:]:
         print(f"rank {rank} iteration {step}/9 lm loss: {9 / step}")
     time.sleep(0.5)
-    dist.barrier()
 END
   "$LAUNCH" --script "my script.py" - 2 >out 2>err
   [[ "$(head -n 1 out)" == "rank 1 iteration "[1-8]"/9 lm loss: "* ]] # those of the first two seconds are not shown
@@ -285,12 +285,13 @@ END
 
 
 @test "--console-rank shows the output of another rank, or of the last one" {
+  use_agent_without_torch
   echo 'import os; print("rank", os.environ["RANK"])' >rank.py
   for rank in 1 2 last; do
     "$LAUNCH" --console-rank "$rank" --script rank.py - 3 >out 2>err
     [ "$(<out)" = "rank ${rank/last/2}" ]
   done
-  run -2 "$LAUNCH" --console-rank 3 --script rank.py - 3
+  with_torch run -2 "$LAUNCH" --console-rank 3 --script rank.py - 3
   [ "$output" = "launch_singlenode.sh: --console-rank 3: the last rank is 2" ]
   run -2 "$LAUNCH" --console-rank -1 --script rank.py - 3
   [[ "$output" == *"--console-rank: expected the number of a rank, last or auto, got '-1'"* ]]
@@ -299,6 +300,7 @@ END
 
 # bats test_tags=slow
 @test "on a terminal, a progress bar of rank 0 stays on one line, and the log has its last state" {
+  use_agent_without_torch
   printf '%s\n' 'import sys' 'for i in range(5): sys.stderr.write(f"\r{i}0%")' 'sys.stderr.write("\n")' >bar.py
   command script -qec "$(printf '%q ' "$LAUNCH" --script bar.py - 1)" /dev/null </dev/null >out
   grep -qF $'0%\e[?7h\r\e[J\e[?7l10%\e[?7h\r\e[J' out
@@ -315,6 +317,7 @@ END
 
 # bats test_tags=slow
 @test "on a terminal, rich draws the bars of rank 0 at its width; status has the step, and the log the last state" {
+  use_agent_without_torch
   write_script <<'END'
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 rate = TextColumn("0:00:01 • 0:00:05 14.50it/s v_num: 0.000 train_loss: 2.5")
@@ -360,6 +363,7 @@ END
 
 # bats test_tags=slow
 @test "the verdict names a rank that raised KeyboardInterrupt if the launcher received no Ctrl-C" {
+  use_agent_without_torch
   echo 'import os, time; time.sleep(300 * (os.environ["RANK"] == "0")); raise KeyboardInterrupt' >"my script.py"
   run "$LAUNCH" --script "my script.py" - 2
   [ "$status" -eq 130 ]
@@ -368,6 +372,7 @@ END
 
 
 @test "without handlers, Ctrl-C exits with 130, and SIGTERM exits with 143 even if SIGINT and SIGHUP are ignored" {
+  use_agent_without_torch
   write_script <<<'print("at work", flush=True); time.sleep(300)'
   start --script "my script.py" - 2
   wait_for_line "at work"
@@ -404,6 +409,7 @@ END
 
 # bats test_tags=slow
 @test "a signal to the launcher, alone or with its group, or to the supervisor reaches the ranks' handlers once" {
+  use_agent_without_torch
   local agent
   write_signal_script
   for agent in fast torchrun; do
@@ -424,6 +430,7 @@ END
 
 
 @test "if no rank has a handler for a signal to the launcher or supervisor, the ranks stop with a checkpoint" {
+  use_agent_without_torch
   local name
   write_signal_script
   for name in USR2 ALRM QUIT HUP XCPU ABRT RTMIN+3; do
@@ -433,7 +440,6 @@ END
     wait_for_exit
     [ "$status" -eq 75 ] || { cat out && false; }
     [[ "$(<logs/latest/verdict.json)" == *"stopped by SIG$name to the launcher, checkpoint written"* ]]
-    [[ ${WITH_TORCH-} ]] || use_agent_without_torch # only the first run needs the agent
   done
   for name in USR2 QUIT; do
     start --script "my script.py" --max-restarts 1 - 1
@@ -447,6 +453,7 @@ END
 
 
 @test "a signal stops a rank without a handler even if its child has one; a child does not run a handler it inherited" {
+  use_agent_without_torch
   local agent
   for agent in fast torchrun; do
     write_script <<'END'
@@ -481,6 +488,7 @@ END
 
 
 @test "a rank that is killed because a signal stops the run is not restarted, and the verdict names the signal" {
+  use_agent_without_torch
   echo 'import time; print("at work", flush=True); time.sleep(300)' >"my script.py"
   start --script "my script.py" --max-restarts 1 - 1
   wait_for_line "at work"
@@ -524,6 +532,7 @@ END
 
 # bats test_tags=slow
 @test "SIGKILL of the launcher's process group, of its supervisor or of its agent leaves no process" {
+  use_agent_without_torch
   write_script <<<'
 import signal
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -555,6 +564,7 @@ print("at work", flush=True); time.sleep(300)'
 
 # bats test_tags=slow
 @test "if the console is closed or full, the run succeeds and its log is complete" {
+  use_agent_without_torch
   write_script <<<'
 for number in range(20000):
     print("line", number)'
@@ -572,6 +582,7 @@ for number in range(20000):
 
 # bats test_tags=slow
 @test "--max-restarts restarts the run, and keeps the files of the failed attempt" {
+  use_agent_without_torch
   write_script <<<'
 if rank == 0: print("{\"step\": 5, \"steps\": 9}", file=open(os.environ["MUSTER_METRICS"], "a"))
 if not os.path.exists("failed"):
@@ -590,6 +601,7 @@ print("second attempt")'
 
 # bats test_tags=slow
 @test "ranks see the number of restarts, their maximum and one run id, with either agent, with and without a port" {
+  use_agent_without_torch
   local options
   write_counting_script
   for options in "" "--master-port $((20000 + RANDOM % 9000)) --agent torchrun"; do
@@ -614,6 +626,7 @@ print("second attempt")'
 
 # bats test_tags=slow
 @test "--max-restarts gives up when three restarts have made no progress" {
+  use_agent_without_torch
   write_script <<<'
 run = os.environ["MUSTER_RUN_DIR"]
 earlier = len(os.listdir(run + "/attempts")) - 1
@@ -628,6 +641,7 @@ sys.exit(3)'
 
 # bats test_tags=slow
 @test "--max-restarts measures progress with the steps that a script prints, if it logs none" {
+  use_agent_without_torch
   write_script <<<'
 earlier = len(os.listdir(os.environ["MUSTER_RUN_DIR"] + "/attempts")) - 1
 print(f"iter {10 * (earlier // 2)}: loss {2 - earlier / 10}")
@@ -741,6 +755,7 @@ END
 
 # bats test_tags=slow
 @test "a run that looks hung is reported on the console and in launcher.log, even if it logs no steps" {
+  use_agent_without_torch
   cat >"my script.py" <<'END'
 import os, time
 if os.environ["RANK"] == "1":
@@ -945,6 +960,7 @@ END
 
 
 @test "more than 4 processes per core are accepted, with a warning" {
+  use_agent_without_torch
   write_script <<<''
   # OpenMP's variables do not change the number of cores, although nproc obeys them.
   OMP_NUM_THREADS=64 run --separate-stderr taskset --cpu-list 0 "$LAUNCH" --script="my script.py" - 5
@@ -1047,6 +1063,7 @@ with socket.create_server(("", 0)) as server:
 
 
 @test "the directories of a run are private, and ranks have the user's umask" {
+  use_agent_without_torch
   write_script <<<'open(os.environ["MUSTER_RUN_DIR"] + f"/../../of rank {rank}", "w")'
   local agent
   for agent in fast torchrun; do

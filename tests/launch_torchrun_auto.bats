@@ -150,7 +150,8 @@ PYTHON
 
 
 @test "SIGKILL of the launcher leaves no process on any node" {
-  write_endless_script
+  use_agent_without_torch
+  write_endless_plain_script
   start_endless_script - 1 "$N1" "$N2" "$N3"
   kill -KILL "$LAUNCHER"
   no_processes_within 10
@@ -158,7 +159,8 @@ PYTHON
 
 
 @test "a disconnected node ends the run with 69, and no process of the run remains on it" {
-  write_endless_script
+  use_agent_without_torch
+  write_endless_plain_script
   start_endless_script - 1 "$N1" "$N2" "$N3"
   lab cut "$N3"
   SECONDS=0
@@ -173,7 +175,8 @@ PYTHON
 
 # bats test_tags=soak
 @test "a frozen node ends the run with 69, and no process of the run remains when the node continues" {
-  write_endless_script
+  use_agent_without_torch
+  write_endless_plain_script
   start_endless_script - 1 "$N1" "$N3"
   lab freeze "$N3"
   wait_for_exit "$LAUNCHER"
@@ -185,6 +188,7 @@ PYTHON
 
 
 @test "--max-restarts starts all nodes again, and ranks see the number of restarts, with either agent" {
+  use_agent_without_torch
   local agent
   write_counting_script
   for agent in fast torchrun; do
@@ -339,8 +343,8 @@ END
 
 
 @test "of two concurrent launches with one port, one is refused with the name of the other run, which continues" {
-  write_script <<'END'
-dist.barrier()
+  use_agent_without_torch
+  write_plain_script <<'END'
 while not os.path.exists("go"):
     time.sleep(0.1)
 END

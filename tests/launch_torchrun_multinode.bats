@@ -12,6 +12,7 @@ source "$BATS_TEST_DIRNAME/lab/nodes.bash"
 setup_file() {
   export LAUNCH=$BATS_TEST_DIRNAME/../scripts/ssh/launch_torchrun_multinode.sh
   start_lab 3
+  use_agent_without_torch
 }
 
 
@@ -32,6 +33,7 @@ by_hand() { # <node> <launcher> <number> <argument...>
 
 # bats test_tags=quick
 @test "by hand on three nodes: each node prints what it waits for, and arguments are unchanged" {
+  VIRTUAL_ENV=$WITH_TORCH
   write_script <<'END'
 total = torch.tensor(rank)
 dist.all_reduce(total)
@@ -57,8 +59,7 @@ END
 
 
 @test "a rank that fails on one node stops all nodes, with the same verdict and exit code" {
-  write_script <<'END'
-dist.barrier()
+  write_plain_script <<'END'
 if rank == 2:
     raise ValueError("boom")
 time.sleep(300)
@@ -71,14 +72,14 @@ END
     wait_for_exit "${PIDS[number]}"
     [ "$status" -eq 1 ]
     grep -q "verdict: failed: rank 2 on $N3 raised ValueError: boom" "out.$number"
-    grep -q 'File ".*my script.py", line 8' "out.$number"
+    grep -q 'File ".*my script.py", line 4' "out.$number"
   done
   [ "$(processes_left)" -eq 0 ]
 }
 
 
 @test "the other nodes report a disconnected node and exit with 69, and its ranks stop" {
-  write_endless_script
+  write_endless_plain_script
   arguments=(--script "my script.py" - 1 3 NODE_RANK "$N1" "$PORT")
   for number in 0 1 2; do
     by_hand "${PREFIX}$((number + 1))" launch_torchrun_multinode.sh "$number" "${arguments[@]}"
@@ -101,6 +102,7 @@ END
 
 
 @test "after a stop request on one node, the nodes write one checkpoint together, and all exit with 75" {
+  VIRTUAL_ENV=$WITH_TORCH
   endless_settings >tiny.yaml
   by_hand "$N1" launch_torchrun_multinode.sh 0 tiny.yaml 1 2 0 "$N1" "$PORT"
   by_hand "$N2" launch_torchrun_multinode.sh 1 tiny.yaml 1 2 1 "$N1" "$PORT"
@@ -117,7 +119,7 @@ END
 
 
 @test "a node with a different script is refused, the message has both checksums, and the first node keeps waiting" {
-  write_script <<<''
+  write_plain_script <<<''
   cp "my script.py" "other.py"
   echo "# newer" >>other.py
   by_hand "$N1" launch_torchrun_multinode.sh 0 --script "my script.py" - 1 2 0 "$N1" "$PORT"
@@ -135,14 +137,10 @@ END
 
 
 @test "later launches on the same port are refused with the name of the running run, which continues" {
-  write_script <<'END'
-dist.barrier()
+  write_plain_script <<'END'
 if rank == 0:
     print("at work", flush=True)
-go = torch.tensor(0)
-while not go:
-    go.fill_(os.path.exists("go"))
-    dist.all_reduce(go, dist.ReduceOp.MAX)
+while not os.path.exists("go"):
     time.sleep(0.1)
 END
   arguments=(--no-preflight --script "my script.py" - 1)
@@ -216,7 +214,7 @@ END
 
 
 @test "wrong arguments are refused before the start, with the value and the remedy" {
-  write_script <<<''
+  write_plain_script <<<''
   refused 2 "NPROC NNODES NODE_RANK MASTER_ADDR [MASTER_PORT], got:" - 1 2 0
   refused 2 "NNODES: expected a number of nodes, 1 or more, got '0'" --script "my script.py" - 1 0 0 "$N1"
   refused 2 "NODE_RANK: with NNODES 2, expected a number from 0 to 1, got '2'" --script "my script.py" - 1 2 2 "$N1"
@@ -231,7 +229,8 @@ END
 
 
 @test "--dry-run prints the command of this node, and starts nothing" {
-  write_script <<<''
+  VIRTUAL_ENV=$WITH_TORCH
+  write_plain_script <<<''
   # --dry-run does not check MASTER_ADDR: 192.0.2.1 is no address of this machine, and a1 cannot be resolved.
   run -0 "$KIT/scripts/ssh/launch_multinode.sh" --dry-run --script "my script.py" - 4 2 0 192.0.2.1
   run "$KIT/scripts/ssh/launch_torchrun_multinode.sh" --dry-run --script "my script.py" - 4 2 1 a1 -- 'x y'
@@ -247,7 +246,7 @@ END
 
 
 @test "--rendezvous-timeout limits how long a node waits for other nodes, with either agent" {
-  write_script <<<''
+  write_plain_script <<<''
   arguments=(--rendezvous-timeout 1 --no-preflight --script "my script.py" - 1 2 0 127.0.0.1 "$PORT")
   run "$KIT/scripts/ssh/launch_torchrun_multinode.sh" "${arguments[@]}"
   [ "$status" -eq 124 ]

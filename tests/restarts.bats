@@ -12,6 +12,7 @@ source "$BATS_TEST_DIRNAME/lab/nodes.bash"
 setup_file() {
   export SSH=$BATS_TEST_DIRNAME/../scripts/ssh
   start_lab 4
+  use_agent_without_torch
 }
 
 
@@ -30,24 +31,26 @@ teardown() {
 }
 
 
-# Write "my script.py": each rank writes its process id and that of its agent to attempt.<number>.<rank>, and exchanges
-# data with the others until the file "go" exists.
+# Write "my script.py": each rank writes its process id and that of its agent to attempt.<number>.<rank>, and runs until
+# the file "go" exists. With an argument, the ranks exchange data.
 write_steady_script() {
-  cat >"my script.py" <<'END'
-import json, os, time
-import torch
-import torch.distributed as dist
-dist.init_process_group("gloo")
-name = f"attempt.{os.environ['TORCHELASTIC_RESTART_COUNT']}.{os.environ['RANK']}"
-dist.barrier()
+  write_plain_script <<'END'
+def ends():
+    return os.path.exists("go")
+if sys.argv[1:]:
+    import torch
+    import torch.distributed as dist
+    dist.init_process_group("gloo")
+    dist.barrier()
+    def ends():
+        dist.all_reduce(stop := torch.tensor([float(os.path.exists("go"))]), op=dist.ReduceOp.MIN)
+        return stop.item()
+name = f"attempt.{os.environ['TORCHELASTIC_RESTART_COUNT']}.{rank}"
 with open(f"{name}.part", "w") as file:
     print(os.getpid(), os.getppid(), os.environ["MUSTER_NODE"], file=file)
 os.rename(f"{name}.part", name)
-print("rank", os.environ["RANK"], "of attempt", os.environ["TORCHELASTIC_RESTART_COUNT"])
-stop = torch.zeros(1)
-while not stop:
-    stop = torch.tensor([float(os.path.exists("go"))])
-    dist.all_reduce(stop, op=dist.ReduceOp.MIN)
+print("rank", rank, "of attempt", os.environ["TORCHELASTIC_RESTART_COUNT"], flush=True)
+while not ends():
     time.sleep(0.01)
 END
 }
@@ -115,7 +118,7 @@ node_of() { # <attempt> <rank>
 
 
 @test "over ssh, all agents stay for the next attempt" {
-  launch 3 - 1 "$N1" "$N2" "$N3"
+  with_torch launch 3 - 1 "$N1" "$N2" "$N3" -- exchange
   kill -KILL "$(rank_of 0 2)"
   ranks_at_work 1 3
   succeeds
@@ -133,7 +136,7 @@ node_of() { # <attempt> <rank>
     case $kind in
       agent) victim=$(agent_of $attempt 1) ;;
       fork_server)
-        victim=$(pgrep -P "$(agent_of $attempt 1)" -f agent.py)
+        victim=$(pgrep -P "$(agent_of $attempt 1)" -f agent)
         kill -KILL "$(rank_of $attempt 1)"
         ;;
       supervisor) victim=$(pid_of supervisor "$N2") ;;
@@ -208,19 +211,38 @@ END
 }
 
 
-# The ranks of the other nodes lose their connections, whether the script handles that or not.
+# The ranks of the other nodes lose their connections, whether the script handles that or not. The case without an
+# error in its line uses PyTorch.
 @test "a signal to the supervisor or agent of one node stops the run, which is not restarted" {
-  local option launcher role raised
-  while IFS=, read -r option launcher role raised; do
-    write_script <<END
+  local option launcher role error
+  while IFS=, read -r option launcher role error; do
+    local with=()
+    [ "$error" ] || with=(with_torch)
+    [ "$error" ] || write_script <<'END'
 print("at work", flush=True)
 while True:
-    ${raised:+try: }dist.all_reduce(torch.ones(1))
-    $raised
+    try:
+        dist.all_reduce(torch.ones(1))
+    except RuntimeError:
+        raise ValueError("a rank is gone")
+END
+    [ ! "$error" ] || write_plain_script <<END
+own, other = (f"{os.environ['MUSTER_RUN_DIR']}/pid_{one}" for one in (rank, 1 - rank))
+with open(f"{own}.part", "w") as file:
+    file.write(str(os.getpid()))
+os.rename(f"{own}.part", own)
+while not os.path.exists(other):
     time.sleep(0.01)
+print("at work", flush=True)
+while True:
+    time.sleep(0.01)
+    try:
+        os.kill(int(open(other).read()), 0)
+    except ProcessLookupError:
+        raise $error from None
 END
     # shellcheck disable=SC2086 # an option and its value
-    start out "$SSH/launch_$launcher.sh" $option --script "my script.py" - 1 "$N1" "$N2"
+    "${with[@]}" start out "$SSH/launch_$launcher.sh" $option --script "my script.py" - 1 "$N1" "$N2"
     wait_for_line out "at work"
     kill -TERM "$(pid_of "$role" "$N2")"
     wait_for_exit "$LAUNCHER"
@@ -229,13 +251,13 @@ END
     run ! grep -E "restart|missing" out
     no_processes_within 10
   done <<'END'
---max-restarts 3,torchrun_auto,supervisor,
---max-restarts 3,torchrun_auto,command,except RuntimeError: raise ValueError("a rank is gone")
---max-restarts 3,pdsh_multinode,supervisor,except RuntimeError: raise ValueError("a rank is gone")
---max-restarts 3,pdsh_multinode,command,
---lease 0,torchrun_auto,supervisor,except RuntimeError: raise ValueError("a rank is gone")
---lease 0,torchrun_auto,command,
-,torchrun_auto,command,
+--max-restarts 3,torchrun_auto,supervisor,RuntimeError("Connection closed by peer")
+--max-restarts 3,torchrun_auto,command,ValueError("a rank is gone")
+--max-restarts 3,pdsh_multinode,supervisor,ValueError("a rank is gone")
+--max-restarts 3,pdsh_multinode,command,RuntimeError("Connection closed by peer")
+--lease 0,torchrun_auto,supervisor,
+--lease 0,torchrun_auto,command,RuntimeError("Connection closed by peer")
+,torchrun_auto,command,RuntimeError("Connection closed by peer")
 END
 }
 
@@ -253,7 +275,7 @@ END
 
 
 @test "a spare node takes the place of a node that was cut off, even if that is the first node" {
-  launch 3 --spares "$N4" - 1 "$N1" "$N2" "$N3"
+  with_torch launch 3 --spares "$N4" - 1 "$N1" "$N2" "$N3" -- exchange
   lab cut "$N1"
   ranks_at_work 1 3
   [ "$(node_of 1 0)" = "$N4" ]

@@ -69,6 +69,7 @@ stepd_on() { # <node>
 
 
 @test "a rank raises: the other ranks stop, and the verdict names the rank, with srun and with torchrun" {
+  use_agent_without_torch
   local launcher
   for launcher in srun torchrun; do
     rm -f fail1
@@ -86,6 +87,7 @@ stepd_on() { # <node>
 
 
 @test "a rank raises and a thread keeps it alive: it is killed and its error named, with srun and with torchrun" {
+  use_agent_without_torch
   local launcher
   for launcher in srun torchrun; do
     write_plain_script <<'END'
@@ -189,6 +191,7 @@ END
 
 
 @test "every signal of SLURM, to the tasks or to the batch script, reaches a rank's handler once, also with torchrun" {
+  use_agent_without_torch
   local launcher number
   write_signal_counter
   for launcher in srun torchrun; do
@@ -365,6 +368,7 @@ END
 
 
 @test "restarts and requeues of a job are counted together, with srun and with torchrun" {
+  use_agent_without_torch
   local launcher
   for launcher in srun torchrun; do
     write_counting_script
@@ -387,6 +391,7 @@ END
 
 
 @test "with LAUNCHER=torchrun, agents stay for the next attempt; when one has died, all start anew" {
+  use_agent_without_torch
   cat >"my script.py" <<'END'
 import os, signal, sys, time
 attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]
@@ -443,6 +448,7 @@ END
 
 
 @test "with LAUNCHER=torchrun, a spare node of the job takes the place of a lost one" {
+  use_agent_without_torch
   cat >"my script.py" <<'END'
 import os, time
 attempt, rank = os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["RANK"]

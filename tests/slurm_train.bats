@@ -147,6 +147,7 @@ END
 
 
 @test "on nodes with different numbers of tasks, srun and torchrun set the same variables for each rank" {
+  use_agent_without_torch
   local launcher
   write_position_script
   mkdir config
@@ -177,6 +178,7 @@ END
 
 
 @test "standard error stays standard error, and a progress bar is shown while it is drawn, with srun and torchrun" {
+  use_agent_without_torch
   local launcher
   cat >"my script.py" <<'END'
 import os, sys, time

@@ -44,6 +44,7 @@ from distributed.verdict import verdict
 
 KIT = Path(__file__).resolve().parents[2]
 AGENT = [sys.executable, str(KIT / "scripts/lib/agent.py"), "--standalone"]
+WITHOUT_TORCH = [sys.executable, str(KIT / "tests/lab/agent_without_torch.py"), "--standalone"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
 # Run a script as a rank in an interpreter that has not imported PyTorch. This is fast, and a comparison with a fresh
 # interpreter shows every change that Muster's worker code makes.
@@ -372,7 +373,7 @@ def test_arguments_arrive_byte_for_byte() -> None:
         "open('arguments', 'wb').write(b''.join(os.fsencode(argument) + b'\\0' for argument in sys.argv[1:]))\n"
         "open('program', 'w').write(sys.argv[0])\n"
     )  # fmt: skip
-    done = run(*AGENT, "--nproc-per-node", "1", "-m", "echo", *map(os.fsdecode, ARGUMENTS))
+    done = run(*WITHOUT_TORCH, "--nproc-per-node", "1", "-m", "echo", *map(os.fsdecode, ARGUMENTS))
     assert done.returncode == 0, done.stderr
     assert Path("arguments").read_bytes().split(b"\0")[:-1] == ARGUMENTS
     assert Path("program").read_text() == str(Path("echo.py").absolute())
@@ -471,14 +472,14 @@ def test_an_error_file_that_a_full_disk_has_cut_does_not_hide_the_failure() -> N
     Path("script.py").write_text(
         "import os, sys\nopen(os.environ['TORCHELASTIC_ERROR_FILE'], 'w').close()\nsys.exit(7)\n"
     )
-    done = run(*AGENT, "--nproc-per-node", "1", "script.py")
+    done = run(*WITHOUT_TORCH, "--nproc-per-node", "1", "script.py")
     assert (done.returncode, "JSONDecodeError" in done.stderr) == (7, False), done.stderr
     assert "rank 0 (pid" in done.stderr
 
 
 def test_ranks_start_with_few_file_descriptors() -> None:
     Path("script.py").write_text("print('started')\n")
-    done = run("bash", "-c", 'ulimit -n 256 && exec "$@"', "bash", *AGENT, "--nproc-per-node", "1", "script.py")
+    done = run("bash", "-c", 'ulimit -n 256 && exec "$@"', "bash", *WITHOUT_TORCH, "--nproc-per-node", "1", "script.py")
     assert (done.returncode, "started" in done.stdout + done.stderr) == (0, True), done.stderr
 
 
@@ -578,13 +579,13 @@ def command(ranks: int, body: str, agent: list[str]) -> list[str]:
     return [*agent, "--nproc-per-node", str(ranks), "--log-dir", "ranks", "--tee", "3", "script.py"]
 
 
-def launch(ranks: int, body: str, agent: list[str] = AGENT) -> subprocess.CompletedProcess[str]:
+def launch(ranks: int, body: str, agent: list[str] = WITHOUT_TORCH) -> subprocess.CompletedProcess[str]:
     """Run this script with the agent, on node n7."""
     return run(*command(ranks, body, agent), MUSTER_RUN_DIR=os.getcwd(), MUSTER_NODE="n7")
 
 
 @contextmanager
-def started(ranks: int, body: str, agent: list[str] = AGENT, **env: str) -> Iterator[subprocess.Popen[bytes]]:
+def started(ranks: int, body: str, agent: list[str] = WITHOUT_TORCH, **env: str) -> Iterator[subprocess.Popen[bytes]]:
     """A running launch. Each rank must write its number to the named pipe `ready` when it is ready."""
     os.mkfifo("ready")
     ready = os.open("ready", os.O_RDWR)
@@ -603,7 +604,9 @@ def started(ranks: int, body: str, agent: list[str] = AGENT, **env: str) -> Iter
 def test_a_rank_exits_without_cleaning_up_when_a_collective_of_nccl_has_failed(
     set_by_user: dict[str, str], expected: str
 ) -> None:
-    done = run(*command(1, "print('mode', os.environ['TORCH_NCCL_ASYNC_ERROR_HANDLING'])", AGENT), **set_by_user)
+    done = run(
+        *command(1, "print('mode', os.environ['TORCH_NCCL_ASYNC_ERROR_HANDLING'])", WITHOUT_TORCH), **set_by_user
+    )
     assert f"mode {expected}" in done.stdout
 
 
@@ -616,11 +619,12 @@ def first(self, *arguments, **options):
     return method(self, *arguments, **options)
 
 if __name__ == "__main__":
-    sys.path.insert(0, KIT)
+    sys.path[:0] = [KIT, KIT + "/tests/lab"]
+    import agent_without_torch
     from distributed.agent.agent import Agent, ForkServer, Rank
     method = OWNER.METHOD
     OWNER.METHOD = functools.wraps(method)(first)
-    del sys.argv[0], sys.path[0]
+    del sys.argv[0], sys.path[:2]
     runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
@@ -876,7 +880,7 @@ def test_a_rank_that_has_raised_and_does_not_exit_is_a_failure_at_once(held_by: 
         found = verdict.decide(Path())
         assert (found.exit_code, found.rank, found.exception, found.message) == (1, 1, "ValueError", "boom")
     else:
-        done = run(*command(2, body, AGENT))
+        done = run(*command(2, body, WITHOUT_TORCH))
     assert done.returncode == 1
     assert float(Path("stopped_at").read_text()) - float(Path("failed_at").read_text()) < 3  # REPORT_GRACE is 1 s
     assert "rank 1 (pid" in done.stderr
@@ -923,7 +927,7 @@ def test_the_first_failure_is_written_to_the_error_file_of_the_agent_as_torchrun
     ],
 )
 def test_the_error_file_has_an_exit_code_if_there_is_no_exception(body: str, code: int, message: str) -> None:
-    done = run(*command(1, body, AGENT), TORCHELASTIC_ERROR_FILE="error.json")
+    done = run(*command(1, body, WITHOUT_TORCH), TORCHELASTIC_ERROR_FILE="error.json")
     assert done.returncode == code
     written = json.loads(Path("error.json").read_text())["message"]
     assert (written["message"], written["errorCode"]) == (message, code)
@@ -970,7 +974,7 @@ def test_an_exit_code_in_a_failure_record_does_not_hide_an_exception_in_the_log(
 
 
 def test_a_rank_that_exited_with_0_during_a_collective_of_another_is_the_cause_in_the_verdict() -> None:
-    done = launch(2, EXITS_EARLY)
+    done = launch(2, EXITS_EARLY, AGENT)
     assert done.returncode == 1
     record = json.loads(Path("errors/node_n7.json").read_text())
     assert ([failure["rank"] for failure in record["failures"]], record["succeeded"]) == ([0], [1])
@@ -1129,7 +1133,7 @@ def test_no_rank_remains_when_the_agent_is_killed() -> None:
     """The agent runs under the supervisor, and the ranks ignore SIGTERM and SIGINT."""
     node = [sys.executable, "-I", "-S", str(KIT / "scripts/lib/module.py"), "launch.supervisor"]
     node += ["run", "--dir", os.getcwd(), "--name", "n7", "--"]
-    with started(2, IGNORES_SIGNALS, [*node, *AGENT]) as launcher:
+    with started(2, IGNORES_SIGNALS, [*node, *WITHOUT_TORCH]) as launcher:
         pids = [int(Path(f"pid_{rank}").read_text()) for rank in range(2)]
         assert all(map(alive, pids))
         os.kill(json.loads(Path("node_n7.pid").read_text())["command"]["pid"], signal.SIGKILL)
@@ -1145,13 +1149,15 @@ def test_torchruns_agent_runs_the_script_if_it_has_an_option_that_musters_agent_
     """The script has default signal handlers even if the caller ignores signals."""
     Path("script.py").write_text("import signal, sys\nprint(signal.getsignal(signal.SIGUSR2).name, *sys.argv[1:])\n")
     options = ["--role", "other", "--pass-local-rank", "--nproc-per-node", "1"]
-    done = run("env", "--ignore-signal=USR1,USR2,ALRM", *AGENT, *options, "--", "script.py", "--pass-local-rank")
+    done = run(
+        "env", "--ignore-signal=USR1,USR2,ALRM", *WITHOUT_TORCH, *options, "--", "script.py", "--pass-local-rank"
+    )
     assert (done.returncode, done.stdout) == (0, "SIG_DFL --local-rank=0 --pass-local-rank\n"), done.stderr
     assert "agent: unrecognized arguments: --role; using --agent torchrun\n" in done.stderr
 
 
 def test_a_wrong_call_is_refused_by_torchrun() -> None:
-    done = run(*AGENT, "--nprocs", "2", "script.py")
+    done = run(*WITHOUT_TORCH, "--nprocs", "2", "script.py")
     assert done.returncode == 2
     assert "error: unrecognized arguments: --nprocs" in done.stderr
 
@@ -1213,7 +1219,7 @@ if "TORCHELASTIC_RESTART_COUNT" in os.environ:
 
 def server_of(agent: int) -> psutil.Process:
     """The fork server of an agent whose ranks run, once it waits for requests: before, the agent needs its reply."""
-    (server,) = (child for child in psutil.Process(agent).children() if "agent.py" in " ".join(child.cmdline()))
+    (server,) = (child for child in psutil.Process(agent).children() if "agent" in " ".join(child.cmdline()))
     while server.children() or server.status() != psutil.STATUS_SLEEPING:
         time.sleep(0.01)
     return server

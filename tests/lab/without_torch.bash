@@ -1,6 +1,6 @@
 # shellcheck shell=bash
 #
-# Launches without PyTorch, for tests whose subject is neither PyTorch nor the agent: they take a fifth of the CPU time.
+# Launches without PyTorch, for tests whose subject is not PyTorch: they take a fifth of the CPU time.
 # Sourced by a bats file, never run.
 
 
