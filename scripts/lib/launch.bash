@@ -275,6 +275,7 @@ print_lists() {
   print_list call "${CALL[@]}"
   print_list before "${BEFORE[@]}"
   print_list after "${AFTER[@]}"
+  print_list arguments "${SCRIPT_ARGS[@]}"
   print_list notify "$NOTIFY"
 }
 
