@@ -61,6 +61,7 @@ MAX_RANKS = 1024  # per node
 RECORD_AGE = 120.0  # seconds; PyTorch ends a rank within this time after it has recorded a timeout
 SHOWN = 240  # characters of a message in a sentence
 SHOWN_LINES = 8  # lines of a message or a log
+PACKAGES = ("lib/python3*/site-packages", "lib/python3*/dist-packages", "local/lib/python3*/dist-packages")
 SHOWN_FRAMES = 3  # frames of a traceback
 
 
@@ -562,17 +563,12 @@ def _missing_module(verdict: Verdict, python: str, cwd: str) -> Iterator[str]:
     for other in [*(f"{one}/bin/python" for one in environments if one), shutil.which("python3") or ""]:
         prefix = Path(other).parent.parent
         is_other = os.path.isfile(other) and os.path.realpath(prefix) != os.path.realpath(Path(python).parent.parent)
-        if is_other and not foreign(prefix, prefix.stat(), (0,)) and any(_modules(prefix, found[1])):
+        files = [path for place in PACKAGES for path in prefix.glob(f"{place}/{found[1]}*")] if is_other else []
+        is_known = any(path.name.partition(".")[0] == found[1] and path.suffix in ("", ".py", ".so") for path in files)
+        if is_known and not foreign(prefix, prefix.stat(), (0,)):
             yield f"the ranks' Python is {python}; {other} has '{found[1]}': to use that one, add --python {other}"
             return
     yield f"the ranks' Python is {python}; install the module for it, or choose another Python with --python PATH"
-
-
-def _modules(prefix: Path, name: str) -> Iterator[Path]:
-    """The files of a module in the directories for packages of the Python with this prefix."""
-    for place in ("lib/python3*/site-packages", "lib/python3*/dist-packages", "local/lib/python3*/dist-packages"):
-        for suffix in ("", ".py", ".*.so"):
-            yield from prefix.glob(f"{place}/{name}{suffix}")
 
 
 def _uncalled_collective(verdict: Verdict, run: Path) -> Iterator[str]:

@@ -91,7 +91,8 @@ def test_a_launcher_writes_the_report_again_once_it_exists(tmp_path: Path, monke
 
 def test_the_page_of_all_runs_has_links_to_reports_and_to_job_lists(tmp_path: Path) -> None:
     logs = tmp_path / "my logs"
-    older, newer = running(logs, "a"), running(logs, "b")
+    older = running(logs).rename(logs / "a-20260101-000000-0001")
+    newer = running(logs).rename(logs / "b-20260102-000000-0001")
     report.write(older)
     log_steps(newer, 3)
     (logs / "damaged").mkdir()
