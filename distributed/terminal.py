@@ -14,6 +14,7 @@ import sys
 import textwrap
 import unicodedata
 from collections.abc import Collection, Sequence
+from typing import TextIO
 
 from distributed.trust import LAYOUT, printable
 
@@ -62,12 +63,17 @@ def plain(text: str) -> str:
     return re.sub(r"\x1b\[[\d;]*m", "", text)
 
 
+def has_colours(stream: TextIO) -> bool:
+    """Whether a stream is a terminal that supports colours, and the user has not refused them."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
 def show(text: str, in_place: bool = False) -> None:
     """Print a text without control sequences, with colours if standard output is a terminal that supports them.
 
     in_place: overwrite the screen of the terminal.
     """
-    colours = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+    colours = has_colours(sys.stdout)
     codes = "|".join((RED, GREEN, YELLOW, BOLD, DIM, "0"))
     parts = re.split(rf"(\x1b\[(?:{codes})m)", text)  # every second part is a colour
     parts[::2] = [printable(part, LAYOUT) for part in parts[::2]]

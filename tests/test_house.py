@@ -56,8 +56,8 @@ ALLOWED_IMPORTS: dict[str, set[str]] = {
         "files", "jobs.journal", "jobs.schedule", "metrics", "records", "report", "terminal", "training", "trust",
     },
     "launch": {
-        "attempts", "exit_codes", "files", "host", "metrics", "nodelist", "records", "report", "runs", "transport",
-        "trust", "verdict", "world",
+        "attempts", "exit_codes", "files", "host", "metrics", "nodelist", "records", "report", "runs", "terminal",
+        "transport", "trust", "verdict", "world",
     },
     "metrics": {"trust"},
     "records": {"metrics", "trust"},

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -14,6 +16,9 @@ from distributed.trust import LAYOUT, printable, regular_file
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from distributed.transport.loop import Loop
+
+
+_COLOURED = re.compile(r"verdict: (?P<outcome>ok|failed|stopped)\b|([\w.-]+: ){0,2}warning: ")
 
 
 class LauncherConsole:
@@ -27,10 +32,22 @@ class LauncherConsole:
     def show(self, data: bytes, stream: int) -> None:
         self.streams[stream].put(data)
 
+    def show_lines(self, text: str) -> None:
+        """Show lines of the launcher itself on standard error: a verdict is red or green, a warning yellow."""
+        text = printable(text, LAYOUT)
+        if found := _COLOURED.match(text):
+            from distributed import terminal  # on use, as it takes time to import
+
+            if terminal.has_colours(sys.stderr):
+                colour = {"ok": terminal.GREEN, "failed": terminal.RED}.get(found["outcome"], terminal.YELLOW)
+                line, *rest = text.split("\n", 1)
+                text = "\n".join([terminal.paint(line, colour), *rest])
+        self.show(text.encode(), 2)
+
     def print(self, message: str, always: bool = False) -> None:
         """Print a message, unless --quiet was given."""
         if always or not self._quiet:
-            self.show(f"{self._program}: {printable(message, LAYOUT)}\n".encode(), 2)
+            self.show_lines(f"{self._program}: {message}\n")
 
     def record(self, message: str, always: bool = False) -> None:
         """Print a message and append it to launcher.log."""

@@ -10,6 +10,7 @@ A launcher replaces itself by this program after its checks. Standard input has 
     rest         the other arguments
     before       the beginning of the command line of the agent or of srun; this program appends options to it
     after        the rest of this command line, which follows the appended options
+    arguments    those of the user's script, for the report
     notify       the command of --notify; may be empty
 """
 
@@ -43,6 +44,7 @@ from distributed.runs import run_directory
 from distributed.runs.call import Call, typed
 from distributed.runs.lookup import RunNode, read
 from distributed.transport.commands import (
+    LIB,
     Calls,
     LocalCommands,
     SshCommands,
@@ -55,16 +57,16 @@ from distributed.transport.commands import (
     read_lists,
 )
 from distributed.transport.loop import FOR_SMOKE_TEST
-from distributed.trust import LAYOUT, PRIVATE_DIRECTORY, foreign, foreign_ancestor, make_directories, printable
+from distributed.trust import PRIVATE_DIRECTORY, foreign, foreign_ancestor, make_directories
 
 if TYPE_CHECKING:
     from distributed.host.replies import Reply
     from distributed.launch.node_logs import NodeLogs
-    from distributed.transport.loop import Command
+    from distributed.transport.loop import Client, Command
 
 MAX_STALLED = 3  # consecutive restarts without progress before giving up
 PROGRESS_SECONDS = 300.0  # an attempt that logs no steps has made progress when it ran this long
-REPORT_TIMEOUT = 30  # seconds
+REPORT_TIMEOUT, REPORT_INTERVAL = 30, 10.0  # seconds
 CONSOLE_LOG = "console.log"  # output of a launcher in the background
 
 
@@ -116,6 +118,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 class Launch:
     """One launch, from the check of the nodes to the verdict."""
 
+    report: Client | None = None  # the last one that has written the report of the running run
+
     def __init__(self, options: argparse.Namespace, lists: dict[str, list[bytes]]) -> None:
         self.options = options
         self.console = LauncherConsole(options.program, options.quiet)
@@ -123,6 +127,7 @@ class Launch:
         self.call = call_of(lists).masked()
         self.before = tuple(os.fsdecode(argument) for argument in lists["before"])
         self.after = tuple(os.fsdecode(argument) for argument in lists["after"])
+        self.arguments = [os.fsdecode(argument) for argument in lists["arguments"]]
         self.notify = os.fsdecode(lists["notify"][0])
         self.began = time.monotonic()
         self.names = [name for name, *_ in options.nodes]
@@ -256,7 +261,7 @@ class Launch:
                 self.logs, options.name, nodes=nodes, spares=known[len(self.names) :],
                 script=options.script, config=options.config, cwd=options.cwd,
                 python=options.python, launcher=os.getpid(), grace=options.grace,
-                command=self.call.words, options=self.call.options, rest=self.call.rest,
+                command=self.call.words, options=self.call.options, rest=self.call.rest, arguments=self.arguments,
                 slurm_job=options.slurm_job, existing=options.existing_run,
             )  # fmt: skip
         except OSError as error:
@@ -283,7 +288,7 @@ class Launch:
             self.console.print(f"since {os.path.basename(earlier)}: {line}", always=True)
 
     def _print(self, line: str) -> None:
-        self.console.show(f"{printable(line, LAYOUT)}\n".encode(), 2)
+        self.console.show_lines(f"{line}\n")
 
     def detach(self) -> int:
         """Continue in a child process without a terminal, while this process exits.
@@ -369,6 +374,7 @@ class Launch:
         report = str(directory / "report.html")
         watch.notifier = Notifier(self.notify, self.console.append, directory.name, run=str(directory), report=report)
         self.last_step = self._furthest_step()
+        self.update_report()
         self.run_attempts()
         if self.synced:
             from distributed.launch.new_files import NewFiles
@@ -479,8 +485,22 @@ class Launch:
         resume = RESUME if self.options.max_requeues is None else ""  # requeue.py prints whether the job is requeued
         known = self.watch.stopping.stopped_at, self.watch.nodes.clocks, self.watch.nodes.signals
         code, text = conclude(self.directory, code, bool(stopped), resume, *known)
-        self.console.show(printable(text, LAYOUT).encode(), 2)
+        self.console.show_lines(text)
         return code
+
+    def update_report(self) -> None:
+        """Let another process write report.html at intervals, if it exists: report.sh was called, so it may be open."""
+        began = time.monotonic()
+
+        def schedule(reply: Reply | None = None) -> None:
+            seconds = max(REPORT_INTERVAL, 50 * (time.monotonic() - began))
+            self.watch.loop.call_later(seconds, self.update_report)
+
+        if not (self.directory / "report.html").exists():
+            schedule()
+            return
+        command = [sys.executable, "-I", f"{LIB}/module.py", "report.report", str(self.directory)]
+        self.report = self.watch.calls.call("report", command, schedule, timeout=REPORT_TIMEOUT)
 
     def write_report(self) -> None:
         """Write report.html, and print its path. A signal, or REPORT_TIMEOUT, ends this; the next signal kills."""
@@ -501,8 +521,10 @@ class Launch:
             for number in (*numbers, signal.SIGALRM):
                 signal.signal(number, give_up)
             signal.alarm(REPORT_TIMEOUT)
+            if self.report:
+                self.report.process.wait()
             try:
-                line = f"report {report.write(self.directory)}"
+                line = f"report {report.write(self.directory, ended=True)}"
             except Exception as error:  # noqa: BLE001 - the exit code must not depend on the report
                 line = f"report.html: not written: {error}; {remedy}"
             writes = False  # from here on, give_up() does not raise

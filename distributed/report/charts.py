@@ -22,7 +22,9 @@ Point = tuple[float, float]  # x, y; NaN as y is a gap
 COLUMNS = 400  # vertical strips of equal width in a chart; a long line has about two points in each
 MANY = 60  # a line with at least this many points is smoothed
 TINY = 1e-100  # smaller values are drawn as zero
-LETTER = 6.2  # width of a letter in a label, pixels
+LETTER, LABEL_LETTER = 6.2, 8.2  # width of a letter in a text, and of a bold one in a wide font, pixels
+WIDE, NARROW = 1032, 340  # widths of a chart that fills the page, on wide and on narrow screens, pixels
+NARROW_LABEL = 11  # characters of a label on narrow screens
 
 
 def compact(value: float) -> str:
@@ -201,10 +203,11 @@ class Box:
 
 
 def svg(box: Box, parts: Iterable[str], style: str) -> str:
-    """The SVG of a chart. On narrow screens a wide chart is scrolled, see report.css."""
+    """The SVG of a chart."""
     size = f'viewBox="0 0 {px(box.width)} {px(box.height)}" style="max-width:{px(box.width * 1.5)}px"'
     style += " wide" if box.width > 700 else ""
-    return f'<svg class="{style}" role="img" {size}>{"".join(parts)}</svg>'
+    edges = " ".join(map(px, (box.left, box.end, box.floor, box.top)))
+    return f'<svg class="{style}" role="img" {size} data-edges="{edges}">{"".join(parts)}</svg>'
 
 
 def px(value: float) -> str:
@@ -276,39 +279,52 @@ def lines(
     marks: Sequence[Mark] = (),
     *,
     band: Band = (),
-    width: int = 1032,
+    width: int = WIDE,
     height: int = 320,
     zero: bool = False,
     notes: bool = False,
     seconds: bool = False,
+    buttons: bool = False,
 ) -> str:
-    """A chart as SVG with the data for its read-out; a paragraph if no value is finite.
+    """A chart as SVG with its data for report.js; a paragraph if no value is finite.
 
-    zero: the y axis includes zero. notes: print the texts of marks in addition to their tooltips. seconds: the x axis
-    shows seconds from 0 instead of steps, and values that are not finite are gaps without a mark.
+    A chart of the full width has a second drawing for narrow screens. zero: the y axis includes zero. notes: print the
+    texts of marks in addition to their tooltips. seconds: the x axis shows seconds from 0 instead of steps, and values
+    that are not finite are gaps without a mark. buttons: report.js adds those for a logarithmic axis and for smoothing.
     """
     drawn = [replace(line, points=thin(line.points, min(COLUMNS, width // 2))) for line in drawn if line.points]
     values = [y for line in drawn for _, y in _finite(line.points)] + [y for _, *pair in band for y in pair]
     if not values:
         return '<p class="nothing">No finite value was logged.</p>'
-    longest = max((len(line.label) for line in drawn), default=0)
-    box = Box(width, height, right=longest * LETTER + 20, top=28 if notes and marks else 12)
-    x = step_scale([x for line in drawn for x, _ in line.points] + [0.0] * seconds, box.left, box.end)
-    count = max(2, int((box.floor - box.top) / 45))
-    y = value_scale(values, box.floor, box.top, zero=zero, count=count)
-    parts = []
+    found = ""
+    for size in (WIDE, NARROW) if width == WIDE else (width,):
+        labels = [cut(line.label, NARROW_LABEL) if size == NARROW else line.label for line in drawn]
+        fitting = [replace(line, label=label) for line, label in zip(drawn, labels, strict=True)]
+        if size == NARROW:
+            fitting = [replace(line, points=thin(line.points, size // 2)) for line in fitting]
+        right = max(map(len, labels), default=0) * LABEL_LETTER + 14
+        box = Box(size, min(height, 230) if size == NARROW else height, right=right, top=28 if notes and marks else 12)
+        x = step_scale([x for line in drawn for x, _ in line.points] + [0.0] * seconds, box.left, box.end)
+        y = value_scale(values, box.floor, box.top, zero=zero, count=max(2, int((height - box.top) / 50)))
+        parts = _drawing(fitting, _marks(box, x, marks, notes, seconds), band, box, x, y, seconds)
+        found += svg(box, parts, "lines narrow" if size == NARROW else "lines")
+    return found + _data(drawn, marks, x, y, seconds=seconds, zoom=not band, buttons=buttons)
+
+
+def _drawing(
+    drawn: Sequence[Line], marks: Iterable[str], band: Band, box: Box, x: Scale, y: Scale, seconds: bool
+) -> Iterator[str]:
     for value, text in y.ticks():
-        parts.append(f'<path class="grid" d="M{px(box.left)} {px(y(value))}H{px(box.end)}"/>')
-        parts.append(text_at(box.left - 8, y(value) + 4, text, "tick end"))
-    parts += _x_axis(box, x, seconds)
-    parts += _marks(box, x, marks, notes, seconds)
+        yield f'<path class="grid" d="M{px(box.left)} {px(y(value))}H{px(box.end)}"/>'
+        yield text_at(box.left - 8, y(value) + 4, text, "tick end")
+    yield from _x_axis(box, x, seconds)
+    yield from marks
     if band:
         corners = [(a, high) for a, _, high in band] + [(a, low) for a, low, _ in reversed(band)]
-        parts.append(f'<path class="band" d="M{" ".join(f"{px(x(a))},{px(y(b))}" for a, b in corners)}Z"/>')
+        yield f'<path class="band" d="M{" ".join(f"{px(x(a))},{px(y(b))}" for a, b in corners)}Z"/>'
     for line in drawn:
-        parts += _line(line, x, y, box, seconds)
-    parts += _end_labels(drawn, y, box)
-    return svg(box, parts, "lines") + _readout([line for line in drawn if not line.raw], x, y, seconds)
+        yield from _line(line, x, y, box, seconds)
+    yield from _end_labels(drawn, y, box)
 
 
 def _line(line: Line, x: Scale, y: Scale, box: Box, seconds: bool) -> Iterator[str]:
@@ -361,17 +377,26 @@ def _marks(box: Box, x: Scale, marks: Sequence[Mark], notes: bool, seconds: bool
             yield text_at(at - 5 if at_end else at + 5, box.top - 4, cut(close[0].text, 18), note)
 
 
-def _readout(drawn: Sequence[Line], x: Scale, y: Scale, seconds: bool) -> str:
-    """The finite values as JSON; report.js shows those under the pointer."""
+def _data(
+    drawn: Sequence[Line], marks: Sequence[Mark], x: Scale, y: Scale, *, seconds: bool, zoom: bool, buttons: bool
+) -> str:
+    """The lines and marks as JSON, for report.js; null stands for a value that is not finite."""
     facts = {
-        "x": [x.low, x.high, x.start, x.end],
-        "y": [y.low, y.high, y.start, y.end],
-        "seconds": int(seconds),
+        "x": [x.low, x.high],
+        "y": [y.low, y.high],
+        "seconds": seconds,
+        "zoom": zoom,
+        "buttons": buttons,
+        "marks": [[mark.x, mark.text, mark.style] for mark in marks if math.isfinite(mark.x)],
         "lines": [
             {
                 "name": line.name,
                 "style": line.style,
-                "points": [[float(f"{value:.5g}") for value in point] for point in _finite(line.points)],
+                "label": line.label,
+                "raw": line.raw,
+                "points": [
+                    [float(f"{x:.7g}"), float(f"{y:.5g}") if math.isfinite(y) else None] for x, y in line.points
+                ],
             }
             for line in drawn
         ],

@@ -6,10 +6,12 @@ Used for the report of a run and the results of a job list.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from distributed import nodelist
 from distributed.terminal import number_text
@@ -17,8 +19,11 @@ from distributed.terminal import number_text
 Tile = tuple[str, str, str]  # name, value, note
 
 
-def document(title: str, parts: Iterable[str], script: str = "") -> str:
-    """A page with these parts; empty parts are left out. script: JavaScript in addition to report.js."""
+def document(title: str, parts: Iterable[str], script: str = "", live: bool = False) -> str:
+    """A page with these parts; empty parts are left out. script: JavaScript in addition to report.js.
+
+    live: the page reloads itself while it is open.
+    """
     style, code = (Path(__file__).with_name(name).read_text(encoding="utf-8") for name in ("report.css", "report.js"))
     policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'"
     return (
@@ -26,7 +31,7 @@ def document(title: str, parts: Iterable[str], script: str = "") -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         '<meta name="color-scheme" content="light dark">\n'
-        f"<title>{escape(title)}</title>\n<style>\n{style}</style>\n</head>\n<body>\n<main>\n"
+        f"<title>{escape(title)}</title>\n<style>\n{style}</style>\n</head>\n<body{' data-live' * live}>\n<main>\n"
         + "\n".join(filter(None, parts))
         + f"\n</main>\n<script>\n{code}{script}</script>\n</body>\n</html>\n"
     )
@@ -55,6 +60,11 @@ def tile_list(tiles: Sequence[Tile | None]) -> str:
         for label, value, note in filter(None, tiles)
     ]
     return "\n".join(['<dl class="tiles">', *rows, "</dl>"]) if rows else ""
+
+
+def anchor(path: str, text: str) -> str:
+    """A link to a file. path: relative to the directory of the page."""
+    return f'<a href="{quote(os.fsencode(path))}">{escape(text)}</a>'
 
 
 def spans(texts: Iterable[str]) -> str:

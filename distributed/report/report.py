@@ -11,12 +11,14 @@ import contextlib
 import glob
 import math
 import os
+import re
 import shlex
 import statistics
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from html import escape
 from itertools import chain
@@ -27,12 +29,24 @@ from distributed import metrics
 from distributed.attempts import newest
 from distributed.files import command_of, write_file
 from distributed.records import integer, is_time, listed, mapping, node_changes, number, read_object, text
-from distributed.report import charts, ranks
+from distributed.report import charts, index, ranks
 from distributed.report.charts import Line, Mark, compact
 from distributed.report.history import MAX_EARLIER, History, Point, read_event_files, read_metrics
-from distributed.report.page_parts import Tile, card, document, folded, loss_text, plain, section, spans, tile_list
+from distributed.report.page_parts import (
+    Tile,
+    anchor,
+    card,
+    document,
+    folded,
+    loss_text,
+    plain,
+    section,
+    spans,
+    tile_list,
+)
 from distributed.report.usage import Usage, read_usage
-from distributed.runs.lookup import RunLookupError, find, resolve
+from distributed.runs import lookup
+from distributed.runs.lookup import EXITED, REMOTE, RUNNING, RunLookupError, find, resolve
 from distributed.terminal import duration, number_text
 from distributed.trust import PRIVATE_DIRECTORY, foreign, make_directories, printable
 from distributed.verdict.node_log import read_log
@@ -40,13 +54,18 @@ from distributed.verdict.node_log import read_log
 MAX_CHARTS = 24  # charts of values that a script has logged under its own names
 MAX_LINES = 20  # of output
 FILES = ("run.json", "metrics.jsonl")  # a directory with one of them belongs to a run or a job
+MAX_LOGS = 64  # nodes with a link to their log
+MAX_NAME = 28  # characters at a curve
 MAX_RUNS = 20  # earlier runs of a run that was resumed several times
 
 
-def write(run: Path) -> Path:
-    """Write report.html to a run directory and return its path. Raises OSError."""
-    target = run / "report.html"
-    write_file(target, page(read(run)).encode(errors="replace"))
+def write(run: Path, ended: bool = False) -> Path:
+    """Write report.html to a run directory and return its path. Raises OSError.
+
+    ended: the run has ended, although its launcher, which calls this function, still runs.
+    """
+    target, records = run / "report.html", read(run)
+    write_file(target, page(replace(records, launcher=EXITED) if ended else records).encode(errors="replace"))
     return target
 
 
@@ -66,6 +85,7 @@ class RunRecords:
     directory: Path  # absolute
     last_lines: Sequence[str] = ()  # of the output of the rank that failed
     origin: str = ""  # of the history, see metrics.ORIGINS; "": logged by the run
+    launcher: str = EXITED  # its state, see runs.lookup
 
     def fact(self, section: str, key: str) -> Any:
         """A value of settings.json, or None."""
@@ -80,6 +100,11 @@ class RunRecords:
         """Unix seconds of the launch; NaN if not recorded."""
         seconds = self.started.timestamp() if self.started else math.nan
         return seconds if is_time(seconds) else math.nan
+
+    @property
+    def live(self) -> bool:
+        """Whether the run continues, as far as known."""
+        return self.launcher == RUNNING or (self.launcher == REMOTE and not self.verdict)
 
     @property
     def size(self) -> int:
@@ -102,10 +127,13 @@ def read(directory: Path) -> RunRecords:
     with contextlib.suppress(ValueError):
         started = datetime.fromisoformat(str(run.get("started")))
         started = started if started.tzinfo else started.replace(tzinfo=timezone.utc)
+    launcher = EXITED
+    with contextlib.suppress(OSError, OverflowError, TypeError, ValueError):  # not a run, or not of this version
+        launcher = lookup.read(directory).launcher.state
     name, nodes = text(run.get("run")) or directory.name, [*map(str, listed(run.get("nodes")))]
     return RunRecords(
         name, run, settings, verdict, history, read_usage(directory), notes, nodes, started, directory,
-        last_lines_of_failed(directory, verdict), metrics.ORIGINS[found.name],
+        last_lines_of_failed(directory, verdict), metrics.ORIGINS[found.name], launcher,
     )  # fmt: skip
 
 
@@ -158,9 +186,10 @@ def page(run: RunRecords) -> str:
         section("Settings", settings_tables(run)),
         section("Machine", machine_tables(run)),
         section("Command", command(run)),
+        section("Logs", logs(run.directory)),
         f"<footer>{notes}<p>Update this page: <code>{escape(update)}</code></p></footer>",
     ]
-    return document(run.name, parts)
+    return document(run.name, parts, live=run.live)
 
 
 OUTCOMES = {"finish": "ok", "stop": "stopped", "nonfinite": "failed", "fail": "failed"}  # event -> outcome
@@ -169,7 +198,7 @@ OUTCOMES = {"finish": "ok", "stop": "stopped", "nonfinite": "failed", "fail": "f
 class Outcome(NamedTuple):
     """How a run ended."""
 
-    kind: str  # finished, stopped, failed; open: no end is recorded
+    kind: str  # finished, stopped, failed, running; open: no end is recorded
     sentence: str = ""
 
 
@@ -182,6 +211,8 @@ def outcome_of(run: RunRecords) -> Outcome:
     if outcome == "stopped":
         resume = "stopped on request, checkpoint written; run the same command again to resume"
         return Outcome("stopped", str(cause or resume))
+    if not outcome and run.launcher == RUNNING:
+        return Outcome("running", f"As of {moment(time.time(), run)}. This page is reloaded every 10 s.")
     if not outcome:
         return Outcome("open", "still running, or killed before it recorded its end")
     if cause:
@@ -274,7 +305,14 @@ def training_tiles(run: RunRecords) -> Iterator[Tile]:
         yield (
             "Steps",
             number_text(step),
-            origin + (f"of {number_text(planned)}" if step <= planned < math.inf else "done"),
+            origin
+            + (
+                f"of {number_text(planned)}"
+                if step <= planned < math.inf
+                else "done"
+                if outcome_of(run).kind == "finished"
+                else "so far"
+            ),
         )
 
 
@@ -362,7 +400,7 @@ def training_charts(run: RunRecords, all_marks: Sequence[Mark], events: Sequence
     losses.append(Line("held-out", history.held_out_losses(), "held-out", "held-out"))
     loss = ""
     if any(line.points for line in losses):
-        loss = card("Loss", " · ".join(notes), charts.lines(losses, all_marks, notes=True))
+        loss = card("Loss", " · ".join(notes), charts.lines(losses, all_marks, notes=True, buttons=True))
     known = {*VALUES, "loss", "held_out_loss", "step_seconds"}
     others = [name for name in history.names() if name not in known and finite(history.series(name))]
     small = []
@@ -373,6 +411,8 @@ def training_charts(run: RunRecords, all_marks: Sequence[Mark], events: Sequence
         line = Line(title.lower(), points, key.replace("_", "-") if key in VALUES else "value-line")
         drawn = earlier_lines(history, key) + ([line] if key == "lr" else charts.smoothed(line))
         small.append(card(title, unit, charts.lines(drawn, events, width=ranks.SMALL, height=190, zero=zero)))
+    if not loss and not small and run.live:
+        return ""
     if not loss and not small:
         remedy = "Call metrics.log(step, loss=...), or describe the lines with steps by --progress REGEX."
         return f'<p class="nothing">No metrics were logged, and no step was found in the output. {remedy}</p>'
@@ -411,7 +451,7 @@ def usage_charts(run: RunRecords) -> str:
             for name, points in run.usage.of(kind).items()
             if finite(points)
         }
-        if by_rank:
+        if any(len(points) > 1 for points in by_rank.values()):
             small.append(ranks.chart_of_ranks(title, unit, by_rank, restarts, width=ranks.SMALL, seconds=True))
     return side_by_side(small) if small else ""
 
@@ -424,10 +464,29 @@ def side_by_side(cards: Sequence[str]) -> str:
 
 
 def settings_tables(run: RunRecords) -> str:
-    """A table of settings for each section."""
+    """A table of settings for each section, and of the arguments of the script."""
     settings = mapping(run.settings_json.get("settings"))
     sections = {key: value for key, value in settings.items() if isinstance(value, Mapping)}
-    return tables(sections | {"": {key: value for key, value in settings.items() if key not in sections}})
+    others = {key: value for key, value in settings.items() if key not in sections}
+    return tables({**sections, "": others, "arguments of the script": script_arguments(run)})
+
+
+def script_arguments(run: RunRecords) -> dict[str, str]:
+    """The options and other arguments of the script; {} if it recorded settings.
+
+    An option has the value that follows it, or "set"; --lr 0.1, --lr=0.1 and lr=0.1 are the same.
+    """
+    found: dict[str, str] = {}
+    option = ""
+    for argument in map(plain, listed(run.run_json.get("arguments")) if not run.settings_json else ()):
+        name, equals, value = argument.partition("=")
+        if re.fullmatch(r"--?[A-Za-z][\w.-]*" if not equals else r"(--?)?[A-Za-z][\w.-]*", name):
+            found[name.lstrip("-")] = value if equals else "set"
+            option = "" if equals else name.lstrip("-")
+        else:
+            found[option or f"argument {sum(key.startswith('argument ') for key in found) + 1}"] = argument
+            option = ""
+    return found
 
 
 def machine_tables(run: RunRecords) -> str:
@@ -470,6 +529,14 @@ def command(run: RunRecords) -> str:
     return f'<pre class="command card">{text}</pre><p class="facts">{spans(facts)}</p>'
 
 
+def logs(directory: Path) -> str:
+    """Links to the logs of a run."""
+    names = [path.name for path in sorted(directory.glob("node_*.log"))[:MAX_LOGS]]
+    names += [name for name in ("launcher.log", "attempts") if (directory / name).exists()]
+    links = "".join(f"<span>{anchor(name, name)}</span>" for name in names)
+    return f'<p class="facts">{links}</p>' if links else ""
+
+
 # ---------------------------------------------------------------- several runs
 
 STYLES = [f"rank{n}{dashes}" for dashes in ("", " dashed") for n in range(ranks.MAX_COLOURED)]  # of runs
@@ -478,19 +545,20 @@ STYLES = [f"rank{n}{dashes}" for dashes in ("", " dashed") for n in range(ranks.
 def compare(runs: Sequence[RunRecords], target: Path) -> Path:
     """Write a page with the outcomes of runs, the settings that differ, and their curves. Raises OSError."""
     facts = [
-        {"Outcome": outcome_of(run).kind, "Verdict": outcome_of(run).sentence}
+        {"Outcome": outcome.kind, "Verdict": "ok" if outcome.kind == "finished" else outcome.sentence}
         | {name: value for name, value, _ in (*training_tiles(run), *run_tiles(run))}
         | ({"Metrics": run.origin} if run.origin else {})
-        for run in runs
+        for run, outcome in ((run, outcome_of(run)) for run in runs)
     ]
     settings = [all_settings(run) for run in runs]
     differing = [{k: v for k, v in one.items() if any(v != other.get(k) for other in settings)} for one in settings]
+    names = curve_names(runs, differing)
     parts = [
         f'<header>\n<p class="eyebrow">Comparison</p>\n<h1>{len(runs)} runs</h1>\n</header>',
         section("Outcomes", comparison_table(runs, target, facts)),
         section("Settings that differ", comparison_table(runs, target, differing) if any(differing) else ""),
-        section("Over steps", comparison_charts(runs, seconds=False)),
-        section("Over time", comparison_charts(runs, seconds=True)),
+        section("Over steps", comparison_charts(runs, names, seconds=False)),
+        section("Over time", comparison_charts(runs, names, seconds=True)),
     ]
     write_file(target, document(f"{len(runs)} runs", parts).encode(errors="replace"))
     return target
@@ -499,25 +567,37 @@ def compare(runs: Sequence[RunRecords], target: Path) -> Path:
 def all_settings(run: RunRecords) -> dict[str, str]:
     """The command, config, commit and versions of a run, and its settings. Keys have the form section.key."""
     sections = {"run": {key: run.run_json.get(key) for key in ("config", "git", "versions")}}
-    sections["run"]["command"] = shlex.join(map(plain, listed(run.run_json.get("command"))))
+    if "arguments" not in run.run_json:
+        sections["run"]["command"] = shlex.join(map(plain, listed(run.run_json.get("command"))))
     sections |= mapping(run.settings_json.get("settings"))
-    return {f"{name}.{key}": plain(value) for name in sections for key, value in mapping(sections[name]).items()}
+    known = {f"{name}.{key}": plain(value) for name in sections for key, value in mapping(sections[name]).items()}
+    return known | script_arguments(run)
+
+
+def curve_names(runs: Sequence[RunRecords], differing: Sequence[Mapping[str, str]]) -> list[str]:
+    """What differs, such as lr=0.1; the names of the runs if short texts of that kind are not different."""
+    keys = [key for key in dict.fromkeys(chain(*differing)) if not key.startswith("run.")]
+    for count in range(1, len(keys) + 1):
+        names = [" ".join(f"{k.rpartition('.')[2]}={one[k]}" for k in keys[:count] if k in one) for one in differing]
+        if len({*names, ""}) > len(runs) and max(map(len, names)) <= MAX_NAME:
+            return names
+    return [run.name if len(run.name) <= 18 else f"…{run.name[-16:]}" for run in runs]
 
 
 def comparison_table(runs: Sequence[RunRecords], target: Path, columns: Sequence[Mapping[str, str]]) -> str:
     """A column for each run. target: path of the page, which has links to the reports of the runs."""
     rows = "<th></th>"
     for n, run in enumerate(runs):
-        link = escape(os.path.relpath(run.directory / "report.html", target.parent))
+        link = anchor(os.path.relpath(run.directory / "report.html", target.parent), run.name)
         dot = f'<span class="{STYLES[n % len(STYLES)]}">{"●○"[n // ranks.MAX_COLOURED % 2]}</span>'
-        rows += f'<th>{dot} <a href="{link}">{escape(run.name)}</a></th>'
+        rows += f"<th>{dot} {link}</th>"
     for key in dict.fromkeys(key for column in columns for key in column):
         cells = "".join(f'<td class="text">{escape(column.get(key, "–"))}</td>' for column in columns)
         rows += f'</tr>\n<tr><td class="text">{escape(key)}</td>{cells}'
     return f'<div class="scroll card"><table class="jobs"><tr>{rows}</tr></table></div>'
 
 
-def comparison_charts(runs: Sequence[RunRecords], seconds: bool) -> str:
+def comparison_charts(runs: Sequence[RunRecords], names: Sequence[str], seconds: bool) -> str:
     """A wide chart of the training losses, and small charts of other values. seconds: over time instead of steps."""
     known = {"loss": ("Training loss", "", False), "held_out_loss": ("Held-out loss", "", False), **VALUES}
     others = [name for run in runs for name in run.history.names() if name not in known]
@@ -526,16 +606,15 @@ def comparison_charts(runs: Sequence[RunRecords], seconds: bool) -> str:
         title, unit, zero = known.get(key, (key, "", False))
         width, height = (1032, 320) if key == "loss" else (ranks.SMALL, 190)
         drawn = []
-        for n, run in enumerate(runs):
+        for n, (run, name) in enumerate(zip(runs, names, strict=True)):
             logged = [line for line in (*run.history.steps, *run.history.held_out) if key in line]
             start = min(filter(is_time, (run.start, *run.history.times())), default=math.nan)
             xs = [number(line.get("time")) - start if seconds else line["step"] for line in logged]
             points = sorted((x, number(line[key])) for x, line in zip(xs, logged, strict=True) if math.isfinite(x))
-            name = run.name if len(run.name) <= 18 else f"…{run.name[-16:]}"
             label = name if key == "loss" and len(runs) <= ranks.MAX_LINES else ""
             drawn += [Line(name, charts.smooth(points), STYLES[n % len(STYLES)], label)] if finite(points) else []
         if drawn:
-            drawing = charts.lines(drawn, width=width, height=height, zero=zero, seconds=seconds)
+            drawing = charts.lines(drawn, width=width, height=height, zero=zero, seconds=seconds, buttons=key == "loss")
             cards[width].append(card(title, unit, drawing))
     return "\n".join([*cards[1032], side_by_side(cards[ranks.SMALL])]) if any(cards.values()) else ""
 
@@ -559,12 +638,16 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="report.sh", allow_abbrev=False, description="Write RUN/report.html, a page about the run."
     )
+    parser.add_argument("--all", action="store_true", help="write a page with all runs instead")
     parser.add_argument("runs", nargs="+", metavar="RUN", help="directory or name of a run, pattern, or SLURM job")
     parser.add_argument("--from", type=Path, default=Path(), dest="cwd", metavar="DIR", help="base of relative paths")
     parser.add_argument("--log-dir", type=Path, default=Path("logs"), metavar="DIR", help="the directory of all runs")
     options = parser.parse_args(arguments)
     logs = options.cwd / options.log_dir
     try:
+        if options.all:
+            print(index.write(logs, options.cwd))
+            return 0
         found = [*dict.fromkeys(one for argument in options.runs for one in directories(argument, options.cwd, logs))]
     except RunLookupError as error:
         sys.stderr.write(f"report.sh: {printable(str(error))}\nTry: report.sh --help\n")

@@ -56,6 +56,7 @@ def create(
     command: Sequence[str],
     options: Sequence[Sequence[str]] = (),
     rest: Sequence[str] = (),
+    arguments: Sequence[str] = (),
     launcher: int = 0,
     grace: int = 8,
     slurm_job: Sequence[str] = (),
@@ -63,11 +64,10 @@ def create(
 ) -> str:
     """Create a run directory in `logs`, write its run.json, and return its absolute path.
 
-    config: None if the script gets no settings file. python: interpreter of the ranks. options, rest: parts
-    of the command, see call.Call. launcher: its pid; default: the
-    parent process. grace: seconds from a stop request to SIGKILL. slurm_job: the job number and, for an element of an
-    array, also ARRAY_INDEX, such as 17_3. existing: the directory to use instead of a new one, for a run that
-    SLURM requeued or a job that resumes.
+    config: None if the script gets no settings file. python: interpreter of the ranks. options, rest: parts of the
+    command, see call.Call. arguments: of the script. launcher: its pid; default: the parent process. grace: seconds
+    from a stop request to SIGKILL. slurm_job: the job number and, for an element of an array, also ARRAY_INDEX, such
+    as 17_3. existing: the directory to use instead of a new one, for a run that SLURM requeued or a job that resumes.
 
     Raises OSError if the directory cannot be written, or if others can write to an existing one; an incomplete new
     directory is removed.
@@ -83,7 +83,7 @@ def create(
     facts = {
         "run": os.path.basename(directory),
         "directory": directory,  # MUSTER_RUN_DIR of its processes
-        "command": list(command), "options": options, "rest": rest,
+        "command": list(command), "options": options, "rest": rest, "arguments": list(arguments),
         "started": f"{time.strftime('%Y-%m-%dT%H:%M:%S')}{zone[:3]}:{zone[3:]}",
         **_facts_of_nodes(nodes, spares),
         # Start time and machine distinguish this launcher from a later process with the same pid.

@@ -5,7 +5,7 @@
       $ kill -CONT 4711
 
     node   rank  state     cpu  memory  quiet  last line
-    node1     0  sleeping   1%    1.2G   40 s  step  120/1200  loss 2.3125 ...
+    node1     0  waiting    1%    1.2G   40 s  step  120/1200  loss 2.3125 ...
     node2     1  STOPPED    0%    1.2G   41 s
 
 scripts/status.sh executes this program, which queries the nodes, judges their replies and renders them.
@@ -42,11 +42,11 @@ from distributed.runs.query import (
 )
 from distributed.terminal import BOLD, DIM, GREEN, RED, YELLOW, duration, paint
 from distributed.transport.commands import Messages, TransportError, exit_on_signals
-from distributed.verdict.hang_analysis import Activity, Diagnosis, diagnose, needs_stacks
+from distributed.verdict.hang_analysis import BUSY, COLLECTIVE, GPU_IDLE, Activity, Diagnosis, diagnose, needs_stacks
 from distributed.verdict.verdict import decide
 
 FALLBACK = (120, 40)  # columns and lines without a terminal
-STATES = {"R": "running", "D": "disk", "T": "STOPPED", "t": "STOPPED"} | dict.fromkeys("SIW", "sleeping")
+STATES = {"R": "running", "D": "disk", "T": "STOPPED", "t": "STOPPED"} | dict.fromkeys("SIW", "waiting")
 COLUMNS = ("node", "rank", "pid", "state", "cpu", "memory", "gpu", "quiet", "last line")
 RIGHT_ALIGNED = ("rank", "pid", "cpu", "memory", "quiet")
 WIDE = 100  # columns; on narrower terminals the pid is left out, to make room for the last line
@@ -279,7 +279,7 @@ def rows_of(reply: NodeReply, state: RunState) -> Iterator[dict[str, str]]:
         row = {"node": name, "rank": str(rank.rank), "last line": rank.line}
         row["gpu"] = " ".join(map(gpu_text, rank.gpus))
         if rank.pid is not None:
-            text = STATES.get(rank.state, rank.state)
+            text = doing(rank)
             row["state"] = paint(text, RED) if text.isupper() else text
             row |= {"pid": str(rank.pid), "cpu": f"{rank.cpu:.0%}", "memory": size(rank.memory)}
         elif state.name in ("ended", "ending", "waiting"):
@@ -290,6 +290,19 @@ def rows_of(reply: NodeReply, state: RunState) -> Iterator[dict[str, str]]:
             row["quiet"] = duration(round(rank.silent))
         yield row
         name = ""
+
+
+def doing(rank: RankStatus) -> str:
+    """What a running rank does, as far as its stack, PyTorch's flight recorder, or the use of CPU and GPU show."""
+    if rank.state not in STATES or STATES[rank.state] not in ("running", "waiting"):
+        return STATES.get(rank.state, rank.state)
+    pending = next((one.name for one in rank.collectives if one.pending and one.name), "")
+    if rank.frames and COLLECTIVE.fullmatch(rank.frames[0].file):
+        pending = pending or rank.frames[0].function
+    if pending:
+        return f"waiting in {pending}"
+    uses_gpu = any((gpu.use or 0) >= GPU_IDLE for gpu in rank.gpus)
+    return "busy" if rank.cpu >= BUSY or uses_gpu else STATES[rank.state]
 
 
 def gpu_text(gpu: GpuUsage) -> str:

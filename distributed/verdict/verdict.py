@@ -27,6 +27,7 @@ import argparse
 import math
 import os
 import re
+import shutil
 import signal
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -37,7 +38,7 @@ from pathlib import Path
 
 from distributed.attempts import newest
 from distributed.exit_codes import STOPPED, TIMED_OUT, UNFIT
-from distributed.files import write_json
+from distributed.files import KIT, write_json
 from distributed.host.collectives import find_mismatch, read_newest
 from distributed.host.replies import NODE_ENV
 from distributed.host.signals import signal_name
@@ -60,6 +61,7 @@ MAX_RANKS = 1024  # per node
 RECORD_AGE = 120.0  # seconds; PyTorch ends a rank within this time after it has recorded a timeout
 SHOWN = 240  # characters of a message in a sentence
 SHOWN_LINES = 8  # lines of a message or a log
+PACKAGES = ("lib/python3*/site-packages", "lib/python3*/dist-packages", "local/lib/python3*/dist-packages")
 SHOWN_FRAMES = 3  # frames of a traceback
 
 
@@ -504,10 +506,12 @@ def _details(verdict: Verdict, run: Path) -> Iterator[str]:
     for pattern, hint in _HINTS.items():
         if verdict.node and re.search(pattern, searched):
             yield hint.format(node=verdict.node, stack="" if verdict.traceback else _NO_STACK)
-    yield from _missing_file(verdict, text(read_object(run / "run.json", []).get("cwd")))
+    facts = read_object(run / "run.json", [])
+    yield from _missing_file(verdict, text(facts.get("cwd")))
+    yield from _missing_module(verdict, text(facts.get("python")), text(facts.get("cwd")))
     attempt, log = Path(newest(run)), run / f"node_{verdict.node}.log"
     if verdict.traceback:
-        yield from _last_frames(verdict, launched_package(read_object(run / "run.json", [])))
+        yield from _last_frames(verdict, launched_package(facts))
     elif verdict.rank is not None:  # its output may show why it ended
         lines = read_log(attempt / log.name, str(verdict.node)).get(verdict.rank, [])
         if last := [line.text for line in lines if line.text.strip()][-SHOWN_LINES:]:
@@ -545,6 +549,26 @@ def _missing_file(verdict: Verdict, cwd: str) -> Iterator[str]:
     ignored = run_program(command, GIT_TIMEOUT, git_environment()).code == 0
     reason = "; git ignores it, so --sync does not copy it" * ignored
     yield f"'{missing[1]}' exists on {os.uname().nodename}{reason}; copy it to {verdict.node}, or share its directory"
+
+
+def _missing_module(verdict: Verdict, python: str, cwd: str) -> Iterator[str]:
+    """If a module was not found: the Python of the ranks, and another one of this machine in whose directories it is.
+
+    python, cwd: of the run. The others are those of which scripts/lib/common.bash chooses one. Nothing is imported.
+    """
+    found = re.match(r"No module named '([A-Za-z_]\w*)", verdict.message)
+    if not found or verdict.exception != "ModuleNotFoundError" or not python:
+        return
+    environments = os.environ.get("VIRTUAL_ENV"), os.environ.get("CONDA_PREFIX"), f"{cwd}/.venv", f"{KIT}/.venv"
+    for other in [*(f"{one}/bin/python" for one in environments if one), shutil.which("python3") or ""]:
+        prefix = Path(other).parent.parent
+        is_other = os.path.isfile(other) and os.path.realpath(prefix) != os.path.realpath(Path(python).parent.parent)
+        files = [path for place in PACKAGES for path in prefix.glob(f"{place}/{found[1]}*")] if is_other else []
+        is_known = any(path.name.partition(".")[0] == found[1] and path.suffix in ("", ".py", ".so") for path in files)
+        if is_known and not foreign(prefix, prefix.stat(), (0,)):
+            yield f"the ranks' Python is {python}; {other} has '{found[1]}': to use that one, add --python {other}"
+            return
+    yield f"the ranks' Python is {python}; install the module for it, or choose another Python with --python PATH"
 
 
 def _uncalled_collective(verdict: Verdict, run: Path) -> Iterator[str]:

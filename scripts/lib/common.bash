@@ -52,7 +52,9 @@ log() { # <message...>
 
 
 warn() { # <message...>
-  printf '%s: warning: %s\n' "$PROGRAM" "$*" >&2 || true
+  local yellow='' plain=''
+  [[ ! -t 2 || ${NO_COLOR-} || ${TERM-} == dumb ]] || yellow=$'\e[33m' plain=$'\e[0m'
+  printf '%s%s: warning: %s%s\n' "$yellow" "$PROGRAM" "$*" "$plain" >&2 || true
 }
 
 

@@ -278,6 +278,7 @@ print_lists() {
   print_list rest "${POSITIONAL[@]}" "${REST[@]}"
   print_list before "${BEFORE[@]}"
   print_list after "${AFTER[@]}"
+  print_list arguments "${SCRIPT_ARGS[@]}"
   print_list notify "$NOTIFY"
 }
 

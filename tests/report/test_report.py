@@ -313,9 +313,9 @@ def test_metrics_that_a_user_script_logs_have_charts(tmp_path: Path) -> None:
     reader = parsed(write_run(tmp_path, lines))
     assert "top-5 <b>" in reader.texts and "never" not in reader.texts and "Loss" not in reader.texts
     assert "nats a token" not in reader.text and reader.tiles()["Steps"] == ("20", "of 30")
-    assert parsed(write_run(tmp_path, [*lines, {"step": 40, "x": 1}])).tiles()["Steps"] == ("40", "done"), (
-        "never 40 of 30"
-    )
+    for outcome, note in (("ok", "done"), ("failed", "so far")):
+        run = write_run(tmp_path, [*lines, {"step": 40, "x": 1}], verdict={"outcome": outcome})
+        assert parsed(run).tiles()["Steps"] == ("40", note), "never 40 of 30"
 
 
 def test_invalid_lines_are_counted_except_an_incomplete_last_one(tmp_path: Path) -> None:
@@ -375,7 +375,7 @@ import sys, time
 from pathlib import Path
 from distributed.launch import run
 from distributed.report import report
-def write(directory):
+def write(directory, ended):
     print("writing", flush=True)
     while True:
         try:
@@ -725,11 +725,13 @@ def test_any_content_of_the_samples_gives_a_page(samples: list[Json]) -> None:
         parsed(attempt(Path(directory), *samples))
 
 
-def test_on_narrow_screens_wide_charts_are_scrolled(tmp_path: Path) -> None:
+def test_a_wide_chart_has_a_second_drawing_for_narrow_screens(tmp_path: Path) -> None:
     text = page(write_run(tmp_path, [step_line(10), step_line(20)]))
-    drawn = re.findall(r'<svg class="lines( wide)?" role="img" viewBox="0 0 (\d+) ', text)
-    assert {(bool(wide), int(width) > 700) for wide, width in drawn} == {(True, True), (False, False)}
-    assert "svg.wide { min-width: 780px; }" in text
+    drawn = re.findall(r'<svg class="lines( wide| narrow)?" role="img" viewBox="0 0 (\d+) ', text)
+    assert {("", "314"), (" wide", "1032"), (" narrow", "340")} == set(drawn)
+    kinds = [kind for kind, _ in drawn]
+    assert kinds.count(" wide") == kinds.count(" narrow") == 2
+    assert "svg.wide.lines { display: none; }" in text and "svg.narrow { display: none; }" in text
 
 
 # ---------------------------------------------------------------- charts
@@ -813,7 +815,7 @@ def test_a_value_that_is_not_finite_is_a_gap_with_a_mark() -> None:
     drawing = charts.lines([charts.Line("loss", points, "train")])
     path = re.search(r'class="line train" d="([^"]*)"', drawing)
     assert path and path[1].count("M") == 1 and path[1].count(",") == 2
-    assert drawing.count('class="dot train"') == 1
+    assert drawing.count('class="dot train"') == 2, "in the drawings for wide and for narrow screens"
     assert "loss: not finite" in drawing
 
 
@@ -833,7 +835,9 @@ def test_the_values_shown_at_the_pointer_are_those_of_the_chart() -> None:
     drawing = charts.lines([charts.Line(HOSTILE, [(1.0, 2.0), (2.0, math.nan), (3.0, 2.5)], "train")])
     facts = re.search(r'<script type="application/json">([^<]*)</script>', drawing)
     assert facts
-    assert json.loads(facts[1])["lines"] == [{"name": HOSTILE, "style": "train", "points": [[1, 2], [3, 2.5]]}]
+    [line] = json.loads(facts[1])["lines"]
+    assert (line["name"], line["style"]) == (HOSTILE, "train")
+    assert line["points"] == [[1, 2], [2, None], [3, 2.5]]
 
 
 # ---------------------------------------------------------------- the page
@@ -1016,8 +1020,34 @@ def test_runs_are_compared_by_outcome_differing_settings_and_curves(tmp_path: Pa
     over_steps, over_time = text.split("<h2>Over time</h2>")
     assert [part.count("Training loss</b>") for part in (over_steps, over_time)] == [1, 1]
     assert [part.count("Held-out loss</b>") for part in (over_steps, over_time)] == [1, 1]
-    assert '"name":"b","style":"rank1","points":[[10.0,2.0],[20.0,4.0]]' in over_steps
-    assert '"name":"b","style":"rank1","points":[[0.0,2.0],[1.0,4.0]]' in over_time
+    assert '"label":"lr=0.2","raw":false,"points":[[10.0,2.0],[20.0,4.0]]' in over_steps
+    assert '"label":"lr=0.2","raw":false,"points":[[0.0,2.0],[1.0,4.0]]' in over_time
+    assert "\nok\n" in outcomes, "the verdict of the run that finished"
+
+
+def test_curves_are_named_by_the_arguments_that_differ_and_these_are_rows(tmp_path: Path) -> None:
+    runs = []
+    for name, more in (("a", []), ("b", ["--warmup=5"]), ("c", ["--fast"])):
+        (tmp_path / name).mkdir()
+        arguments = ["--lr", {"a": "-1", "b": "0.2", "c": "0.3"}[name], "x.txt", "y.txt", *more, "model.width=8"]
+        facts = run_json(run=name, arguments=arguments, command=[name])
+        runs.append(report.read(write_run(tmp_path / name, [step_line(1), step_line(2)], run=facts)))
+    assert report.script_arguments(runs[1]) == {
+        "lr": "0.2", "argument 1": "x.txt", "argument 2": "y.txt", "warmup": "5", "model.width": "8",
+    }  # fmt: skip
+    assert report.script_arguments(runs[2])["fast"] == "set"
+    reader = Reader(report.compare(runs, tmp_path / "comparison.html").read_text())
+    assert {"lr=-1", "lr=0.2", "lr=0.3", "lr", "warmup", "fast"} <= set(reader.texts)
+    assert {"run.command", "argument 1", "model.width"}.isdisjoint(reader.texts)
+    assert {"arguments of the script", "warmup", "argument 2", "y.txt"} <= set(parsed(tmp_path / "b").texts)
+
+
+def test_curves_have_the_names_of_their_runs_if_what_differs_is_long(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        write_run(tmp_path / name, [step_line(1)], run=run_json(run=name, arguments=["--data", name * 30]))
+    runs = [report.read(tmp_path / name) for name in "ab"]
+    assert report.curve_names(runs, [*map(report.all_settings, runs)]) == ["a", "b"]
 
 
 def test_any_number_of_runs_can_be_compared_even_if_metrics_or_settings_are_missing(tmp_path: Path) -> None:

@@ -20,7 +20,9 @@ import pytest
 
 from distributed import files, index
 from distributed.host import identity, process_scan
+from distributed.host.collectives import Collectives
 from distributed.host.replies import MARKER, Reply
+from distributed.host.stacks import Frame
 from distributed.launch.hang_decision import seconds_without_output
 from distributed.metrics import FROM_OUTPUT, FROM_TENSORBOARD
 from distributed.records import read_object
@@ -415,3 +417,30 @@ def test_a_number_is_no_beginning_of_a_name(tmp_path: Path) -> None:
 def test_the_run_of_a_directory_that_is_requeued_or_of_a_job_is_not_indexed(tmp_path: Path) -> None:
     create_run(tmp_path / "logs", existing=str(tmp_path / "output"))
     assert index.directories() == []
+
+
+def collective(function: str) -> tuple[Frame, ...]:
+    return (Frame("/v/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", 9, function),)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"cpu": 0.99}, "busy"),
+        ({"state": "S", "cpu": 0.01, "gpus": (replace(GPU, use=90),)}, "busy"),
+        ({"state": "S", "cpu": 0.01}, "waiting"),
+        ({"state": "R", "cpu": 0.2}, "running"),
+        ({"state": "S", "cpu": 0.01, "frames": collective("all_reduce")}, "waiting in all_reduce"),
+        ({"state": "R", "cpu": 0.99, "frames": collective("barrier")}, "waiting in barrier"),
+        ({"collectives": (Collectives("0", 7, 0), Collectives("1", 7, 7, "broadcast"))}, "waiting in broadcast"),
+        ({"collectives": (Collectives("0", 7, 0),), "frames": (Frame("/home/ada/train.py", 9, "all_reduce"),)}, "busy"),
+        ({"state": "T", "cpu": 0.0, "frames": collective("all_reduce")}, "STOPPED"),
+        ({"state": "D"}, "disk"),
+        ({"state": "Z"}, "Z"),
+    ],
+)
+def test_the_state_of_a_rank_says_what_it_does_as_far_as_known(changes: dict[str, Any], text: str) -> None:
+    rank = replace(RANK, **{"cpu": 0.99, "gpus": (), **changes})
+    assert status.doing(rank) == text
+    table = plain(status.render(judge(RUN, [reply("n1", rank)], {}, RunProgress(), START), 200))
+    assert re.search(rf"^n1 +0 +100 +{re.escape(text)}  ", table, re.MULTILINE)

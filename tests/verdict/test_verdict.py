@@ -1412,3 +1412,54 @@ def test_a_hint_about_a_missing_file_names_no_file_outside_of_the_working_direct
         message = f"[Errno 2] No such file or directory: '{name}'"
         found: Any = SimpleNamespace(message=message, time=2**40, node="node1")
         assert bool([*verdict._missing_file(found, str(cwd))]) == expected, name
+
+
+def python_with(prefix: Path, *names: str, place: str = "lib/python3.11/site-packages") -> Path:
+    """A directory that looks like the environment of a Python with these packages and modules."""
+    (prefix / "bin").mkdir(parents=True)
+    (prefix / "bin" / "python").touch()
+    (prefix / "bin" / "python3").touch()
+    (prefix / place).mkdir(parents=True)
+    for name in names:
+        (prefix / place / name).touch()
+    return prefix
+
+
+@pytest.mark.parametrize(
+    ("environment", "place", "name", "expected"),
+    [
+        ("venv", "lib/python3.11/site-packages", "einops", "venv/bin/python"),
+        ("conda", "lib/python3.12/site-packages", "einops.py", "conda/bin/python"),
+        ("work/.venv", "lib/python3.11/site-packages", "einops.cpython-311.so", "work/.venv/bin/python"),
+        ("usr", "lib/python3/dist-packages", "einops", "usr/bin/python3"),
+        ("usr", "lib/python3/dist-packages", "einops_extra", ""),
+        ("used", "lib/python3.11/site-packages", "einops", ""),
+        ("other", "lib/python3.11/site-packages", "einops", ""),
+    ],
+)
+def test_a_missing_module_names_the_python_of_the_ranks_and_one_that_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, environment: str, place: str, name: str, expected: str
+) -> None:
+    python_with(tmp_path / environment, name, place=place)
+    for other in {"used", "venv", "conda", "usr"} - {environment}:
+        python_with(tmp_path / other)
+    (tmp_path / "work").mkdir(exist_ok=True)
+    monkeypatch.setenv("VIRTUAL_ENV", str(tmp_path / "venv"))
+    monkeypatch.setenv("CONDA_PREFIX", str(tmp_path / "conda"))
+    monkeypatch.setattr(verdict, "KIT", str(tmp_path / "kit"))
+    monkeypatch.setenv("PATH", str(tmp_path / "usr/bin"))
+    (tmp_path / "usr/bin/python3").chmod(0o755)
+    found: Any = SimpleNamespace(message="No module named 'einops.layers'", exception="ModuleNotFoundError")
+    used = f"{tmp_path}/used/bin/python"
+    [line] = verdict._missing_module(found, used, str(tmp_path / "work"))
+    assert line.startswith(f"the ranks' Python is {used}; ")
+    assert f"{tmp_path}/{expected} has 'einops'" in line if expected else "install the module for it" in line
+    (tmp_path / environment).chmod(0o777)
+    [line] = verdict._missing_module(found, used, str(tmp_path / "work"))
+    assert " has " not in line, "other users can write to that Python"
+
+
+@pytest.mark.parametrize("message", ["No module named '../../etc'", "No module named '*'", "no such thing", ""])
+def test_no_hint_about_a_missing_module_whose_name_is_no_name(tmp_path: Path, message: str) -> None:
+    found: Any = SimpleNamespace(message=message, exception="ModuleNotFoundError")
+    assert not [*verdict._missing_module(found, f"{tmp_path}/bin/python", str(tmp_path))]
