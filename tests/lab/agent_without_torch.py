@@ -133,8 +133,8 @@ class TCPStore(Store):
         self._connection = Connection(socket.create_connection((address, port)).detach())
 
     def __del__(self) -> None:
-        if getattr(self, "_server", None):
-            self._server.close()
+        if server := getattr(self, "_server", None):
+            server.close()
 
     def clone(self) -> TCPStore:
         return TCPStore(self._address, self.port)
