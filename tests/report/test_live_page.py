@@ -133,7 +133,7 @@ const labels = () => [...svg.querySelectorAll("text.mid")].map((one) => one.text
 const point = (name, share) => svg.dispatchEvent(
   new PointerEvent(name, { clientX: box.x + share * box.width, clientY: box.y + box.height / 2 }));
 const press = (name) => [...figure.querySelectorAll("button")].find((one) => one.textContent === name).click();
-const note = (name) => found.push(`${name}: ${labels()}; ${svg.querySelectorAll("path.raw").length}; ` +
+const note = (name) => found.push(`${name}: ${labels()}; ${svg.querySelectorAll("path.line").length}; ` +
   [...svg.querySelectorAll("text.end")].map((one) => one.textContent).join(" "));
 note("whole");
 press("smooth"); note("raw");
@@ -162,7 +162,7 @@ def test_a_drag_zooms_and_buttons_change_axis_and_smoothing(tmp_path: Path, widt
     title = re.search("<title>found (.*?)</title>", text)
     assert title, text[-2000:]
     whole, raw, log, selection, zoomed, value, again, fits = json.loads(title[1])
-    assert whole == again and "; 1; " in whole and "; 0; " in raw, "the smoothed line hides the raw one"
+    assert whole == again and "; 2; " in whole and "; 1; " in raw, "without smoothing, only the raw line is drawn"
     assert log.endswith(" 0.5 1 2 5 10 20 50 100") or " 1 2 5 10 20 50 100" in log
     assert selection == "selection: 1"
     steps = [int(step) for step in zoomed.partition(": ")[2].partition(";")[0].split()]
