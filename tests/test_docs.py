@@ -816,7 +816,7 @@ def test_files_that_are_named_exist(name: str) -> None:
         assert (KIT / word).exists() or word in NEVER_PRESENT, f"{name}: there is no {word}"
 
 
-NEVER_PRESENT = {"launcher.log", "tests/distributed/__init__.py"}  # a run creates the first; the second is forbidden
+NEVER_PRESENT = {"launcher.log", "muster.toml", "tests/distributed/__init__.py"}  # made by a run, by users, forbidden
 
 
 # ---------------------------------------------------------------- messages

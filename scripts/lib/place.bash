@@ -71,6 +71,60 @@ take_script() { # <argument...>
 }
 
 
+# Take the defaults of muster.toml: of the user's configuration directory, and before it that of the working directory.
+# Options of the command line and MUSTER_NOTIFY count before both.
+take_defaults() {
+  local number file files=() entries=()
+  for file in "${XDG_CONFIG_HOME:-${HOME-}/.config}/muster/muster.toml" "$PWD/muster.toml"; do
+    [[ -e $file || -L $file ]] || continue
+    check_defaults "$file"
+    files+=("$file")
+  done
+  ((${#files[@]})) || return 0
+  resolve_python "$PYTHON_OPTION"
+  mapfile -d '' -t entries < <(kit_python launch.defaults "${files[@]}")
+  [[ ${entries[0]-} != usage ]] || die_usage "${entries[1]}"
+  [[ ${entries[*]: -1} == ok ]] || die_with "$EXIT_UNFIT" "muster.toml: $PYTHON could not read it"
+  for ((number = 0; number + 2 < ${#entries[@]}; number += 3)); do
+    take_default "${entries[@]:number:3}"
+  done
+}
+
+
+# Exit with EXIT_UNFIT if another user can change the file: it may name a program that runs as the caller.
+check_defaults() { # <muster.toml>
+  local paths=("$1" "${1%/*}/")
+  [[ ! -L $1 ]] || paths+=("$(readlink -f -- "$1")")
+  add_links "${1%/*}" "${1##*/}"
+  find_foreign "${paths[@]}"
+  [[ ! $FOREIGN ]] || die_with "$EXIT_UNFIT" "$1: ${FOREIGN#"$1: "}"
+}
+
+
+take_default() { # <option, or --env NAME> <value> <file>
+  local shown="$1 $2" given=" ${GIVEN_OPTIONS[*]-} "
+  case $1 in
+    --env\ *)
+      shown=$1 # the value may be a secret
+      [[ " ${ENVIRONMENT[*]%%=*} " != *" ${1#* } "* ]] || return 0
+      add_environment "$3: env" "${1#* }=$2"
+      set -- --env "${ENVIRONMENT[-1]}" "$3"
+      ;;
+    --on) [[ $given != *' '@(--on|--hostfile|--slurm|--standalone)' '* ]] && ! in_allocation || return 0 ;;
+    --nproc) [[ ! $NPROC ]] || return 0 ;;
+    --notify)
+      shown=$1 # the same
+      [[ ! $NOTIFY ]] || return 0
+      ;;
+    --python) [[ ! $PYTHON_OPTION ]] || return 0 ;;
+    *) [[ $SLURM_NODES && $given != *" $1 "* ]] || return 0 ;;
+  esac
+  [[ $1 == --env ]] || set_option "$1" "$2"
+  GIVEN_OPTIONS+=("$1") GIVEN_VALUES+=("$2")
+  [[ $DRY_RUN != 1 ]] || log "$shown: default of $3"
+}
+
+
 # Refuse the options that the place does not have.
 refuse_options() { # <the place, and what to do> <option...>
   local given
@@ -101,6 +155,7 @@ check_place() {
 
 # Start the run. Callers must not have local variables, see run_nodes.
 run_at_place() {
+  take_defaults
   check_place
   NPROC=${NPROC:-default}
   check_nproc -n "$NPROC" or_kind
