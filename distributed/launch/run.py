@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import os
 import signal
 import sys
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
 MAX_STALLED = 3  # consecutive restarts without progress before giving up
 PROGRESS_SECONDS = 300.0  # an attempt that logs no steps has made progress when it ran this long
 REPORT_TIMEOUT, REPORT_INTERVAL = 30, 10.0  # seconds
+SPACE_INTERVAL = 1.0  # seconds between attempts to write to a full disk
 CONSOLE_LOG = "console.log"  # output of a launcher in the background
 
 
@@ -419,10 +421,30 @@ class Launch:
             count = f"restart {restarts} of {self.options.max_restarts}"
             self._notify("restart", f"{count}: ")
             self.console.record(f"exit code {self.code}: {count}")
-            if self.watch.replaces:
-                self._replace_lost_nodes()
-            self.watch.attempt_directory = Path(run_directory.begin_attempt(str(self.directory)))
-            self.watch.restart_count += 1
+            if not self._begin_attempt():
+                self.watch.end_agents()
+                return
+
+    def _begin_attempt(self) -> bool:
+        """Begin the next attempt. Waits while the disk with the logs is full. Returns False after a stop request."""
+        waits = False
+        while not self.watch.stopping.signal:
+            try:
+                if self.watch.replaces:
+                    self._replace_lost_nodes()
+                self.watch.attempt_directory = Path(run_directory.begin_attempt(str(self.directory)))
+            except OSError as error:
+                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                    raise
+                if not waits:
+                    problem = f"{os.strerror(error.errno)}: waiting for space for the files of the next attempt"
+                    self.console.record(f"{self.directory}: {problem}")
+                waits = True
+                self.watch.loop.wait(limit=SPACE_INTERVAL)
+            else:
+                self.watch.restart_count += 1
+                return True
+        return False
 
     def _replace_lost_nodes(self) -> None:
         """Change the nodes of the next attempt, and record this in run.json."""

@@ -434,8 +434,8 @@ class Supervisor:
     def _start_attempt(self, facts: bytes) -> None:
         """Start the next attempt. facts: JSON, for the command."""
         request = parse_json(facts)
-        self.files.begin(request["attempt"])
         with contextlib.suppress(OSError):  # a full disk: the output reports it
+            self.files.begin(request["attempt"])
             make_directories(os.path.dirname(self.files.exit), PRIVATE_DIRECTORY)
         self.output.begin_attempt()
         guard, self._guard = self._guard, Guard(self.files)

@@ -131,15 +131,20 @@ def change_nodes(
 
 
 def begin_attempt(directory: str) -> str:
-    """Make the directory of the next attempt, with a copy of run.json. Returns its path. Raises OSError."""
+    """Make the directory of the next attempt, with run.json as it is now. Returns its path. Raises OSError."""
     facts = read_json(os.path.join(directory, "run.json"))
     nodes = [str(node["node"]) for key in ("layout", "spares") for node in facts[key]]  # type: ignore[attr-defined]
     names = ["verdict.json", *(f"node_{node}.{kind}" for node in nodes for kind in ("log", "exit"))]
-    number = max(attempts.numbers(directory), default=0) + 1
-    if number > attempts.LAST:
+    number = max(attempts.numbers(directory), default=0)
+    if number >= attempts.LAST:
         raise OSError(errno.EOVERFLOW, "no further attempt can be numbered", attempts.path_of(directory, str(number)))
+    if not number or os.path.exists(os.path.join(attempts.path_of(directory, str(number)), "run.json")):
+        number += 1  # otherwise a full disk did not take all of this directory
     attempt = attempts.make(directory, str(number), names)
-    write_json(os.path.join(attempt, "run.json"), facts)
+    try:  # needs no space on a full disk; a new run.json of the run replaces the link, not this file
+        os.link(os.path.join(directory, "run.json"), os.path.join(attempt, "run.json"))
+    except OSError:  # the file system has no hard links
+        write_json(os.path.join(attempt, "run.json"), facts)
     return attempt
 
 

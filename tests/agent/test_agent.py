@@ -170,6 +170,7 @@ with open(os.environ["SEEN"] + os.environ.get("RANK", "0"), "w") as file:
 
 # Known harmless differences.
 KNOWN_DIFFERENCES = {
+    "path": "at its end, the directory of the package muster",
     "gc": "objects from before the fork are frozen: collections skip them",
     "finders": "an additional one finds PyTorch",
     "open files": "for stacks, and for messages about lost output; with high numbers, not inherited by children",
@@ -207,6 +208,7 @@ def test_a_script_sees_the_same_state_as_under_torchrun(states: tuple[dict[str, 
 def test_differences_from_torchrun_are_the_known_ones(states: tuple[dict[str, Any], dict[str, Any]]) -> None:
     agent, torchrun = states
     assert (torchrun["gc"][:2], torchrun["gc"][2]) == (agent["gc"][:2], 0)
+    assert agent["path"] == [*torchrun["path"], str(KIT / "src")]
     assert agent["finders"] == ["<distributed.agent.preloaded.HiddenModules object", *torchrun["finders"]]
     assert set(agent["open files"]) == {*torchrun["open files"], str(MIN_FILE_DESCRIPTOR), str(MIN_FILE_DESCRIPTOR + 1)}
 
@@ -666,7 +668,7 @@ def test_a_killed_rank_is_recorded_with_its_exit_code() -> None:
 def test_a_rank_that_exits_with_0_by_exit_or_exec_is_a_success() -> None:
     exits = ["pass", "os._exit(0)", "os.execlp('true', 'true')"]
     done = launch(3, f"exec({exits}[rank])\n")
-    assert (done.returncode, done.stderr) == (0, EQUAL_RANKS.format(3))
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize(
@@ -681,7 +683,7 @@ def test_a_rank_that_exits_with_0_by_exit_or_exec_is_a_success() -> None:
 def test_ranks_that_never_join_a_process_group_are_named_once(ranks: int, body: str, warning: str) -> None:
     child = "from torch.distributed import *; init_process_group('gloo'); barrier()"
     call = f"subprocess.run([sys.executable, '-c', {child!r}], check=True)"
-    done = launch(ranks, body.replace("CHILD", repr(call)))
+    done = launch(ranks, body.replace("CHILD", repr(call)), AGENT)
     assert (done.returncode, done.stderr) == (0, warning)
 
 

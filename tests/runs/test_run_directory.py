@@ -165,6 +165,16 @@ def test_a_full_disk_leaves_no_incomplete_directory(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "logs") == []
 
 
+def test_an_attempt_begins_although_a_full_disk_takes_no_data(tmp_path: Path) -> None:
+    directory = run_directory.create(str(tmp_path / "logs"), **facts())
+    program = f"from distributed.runs import run_directory; print(run_directory.begin_attempt({str(directory)!r}))"
+    call = ["bash", "-c", 'ulimit -f 0 && exec "$@" | cat', "bash", sys.executable, "-c", program]
+    done = subprocess.run(call, cwd=KIT, capture_output=True, text=True, check=False)
+    assert done.stdout == f"{directory}/attempts/2\n", done.stderr
+    before = Path(directory, "attempts/2/run.json").read_text()
+    assert before == Path(directory, "run.json").read_text()
+
+
 # ---------------------------------------------------------------- versions
 
 
