@@ -79,7 +79,7 @@ def kit_of(environment: Path) -> Path:
 
 def call(environment: Path, project: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """Call the installed `muster` in a directory."""
-    env = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ} | variables
+    env = {name: os.environ[name] for name in ("PATH", "HOME", "XDG_STATE_HOME") if name in os.environ} | variables
     command: list[str | Path] = [environment / "bin/muster", *arguments]
     return subprocess.run(command, cwd=project, env=env, capture_output=True, text=True, check=False)
 
