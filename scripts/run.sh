@@ -10,13 +10,14 @@
 #     muster run -n 2 --on node1,node2 my_train.py --lr 3e-4
 #
 # Options stand before SCRIPT; what follows SCRIPT is passed to it unchanged.
+# A file muster.toml has defaults of options. `muster status` shows the run.
 #
 # What to run:
 #   -n N                 processes on this machine, or on each node: a number;
 #                        gpu: one per GPU; cpu: one per core; auto: gpu, or cpu
 #                        without GPUs (default: one per GPU, one without GPUs)
-#   --nproc N            the same, as is --nproc-per-node of torchrun
-#   --nproc-per-node N   the same
+#   --nproc N            the same as -n
+#   --nproc-per-node N   the same as -n, as with torchrun
 #   -m MODULE            run a module instead of a script
 #   --env NAME=VALUE     set an environment variable for the ranks; repeatable
 #   --python PATH        Python of the ranks (default: the active environment's)

@@ -27,7 +27,7 @@ copy_with_program() { # <suffix of the program> <its text on standard input>
 @test "help lists each verb with the first sentence of its program" {
   run -0 --separate-stderr "$MUSTER" help
   [ "$(sed -n 's/^  \([a-z-]*\)  *[A-Z].*/\1/p' <<<"$output" | xargs)" = \
-    "run train jobs two-phase ls status logs attach stop rerun report doctor test" ]
+    "run train jobs two-phase ls status logs attach report stop rerun doctor test" ]
   if grep -E '.{81}' <<<"$output"; then return 1; fi
   [[ "$output" == *$'\n  stop      Stop a run, and check that none of its processes remains on any node\n'* ]]
   [[ "$output" == *$'\n  jobs      Run a list of training jobs\n'* ]]
