@@ -153,7 +153,7 @@ def columns_of(lines: list[str]) -> list[str]:
     text = re.sub(r"train-\d{8}-\d{6}-[0-9a-f]{4}|quickstart-\S+(?=:)", "RUN", text)
     text = re.sub(r"(?<!rank )(?<!node)\b\d[\d.,]*", "0", text)
     text = re.sub(r"\b0 (ms|s|min|h)( 0 (s|min))?\b", "0 s", re.sub(r"\b0[KMG]\b", "0G", text))
-    text = re.sub(r"\b(running|waiting)(?= +0%)", "running", text)
+    text = re.sub(r"\b(running|waiting|busy)(?= +0%)", "running", text)
     text = re.sub(r"(?<=step)( +\S+)+", " ...", text)
     return [" ".join(line.split()) for line in text.splitlines()]
 
