@@ -177,7 +177,8 @@ class Agent:
             if record:
                 self.records[f"rank_{number}.json"] = record
         if not ended_by_agent:
-            self.succeeded = [rank.number for rank in self.ranks if rank.process.returncode == 0]
+            others = [rank for local_rank, rank in enumerate(self.ranks) if local_rank not in self.failures]
+            self.succeeded = [rank.number for rank in others if rank.process.returncode == 0]
         if self.failures:
             self._write_record()
 
@@ -264,9 +265,10 @@ class Agent:
 
     def _write_error_file(self, end: RunEnd | None = None) -> None:
         """Write the first failure of the run or, if no rank has failed, why the run ended."""
-        records = dict(self.records)
+        records: dict[str, Mapping[str, Any]] = {}
         for others in self.membership.records.values() if self.membership else ():
             records |= others
+        records |= self.records
         reported = self.membership.first_end if self.membership else None
         first = failure_records.first_failure(records, reported.node if reported else "")
         if end and not first:
@@ -345,7 +347,8 @@ def _run_attempts(options: Options, script: Script, server: ForkServer, pipes: A
             if not (code and pipes and pipes.restarts and agent.can_restart()):
                 return code
             end = agent.end_of_run()
-            outcome = f"{code} {end.node if end and end.lost else ''}"
+            lost = end.node if end and end.lost and end.node in os.environ.get("MUSTER_NODES", "").split() else ""
+            outcome = f"{code} {lost}"
             # Close the store: agents and ranks of the next attempt must not connect to it.
             del end, agent
             gc.collect()

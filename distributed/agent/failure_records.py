@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json  # not inside a function: in a rank, that could import a json.py of the script's directory
 import os
+import re
 import socket
 import sys
 import time
@@ -21,11 +22,10 @@ from distributed.files import write_file
 from distributed.trust import checked, head_and_tail, parse_json, printable, read_bytes
 
 # Kinds for trust.checked(): records of an agent, and its failures, see agent.RankFailure; and of a rank.
+NAME = re.compile(r"[ -.0-~]{1,255}")  # of a node, in ASCII; files are named after nodes
 EXIT_CODES = range(1, 256)
-FAILURE: Any = {"rank": int, "local_rank?": int, "pid?": int, "time": float, "exit_code": EXIT_CODES}
-OF_AGENT: Any = {"node?": str, "failures": [FAILURE | {"ended_by_agent": bool}], "succeeded?": [int]}
-OF_AGENT |= {"lost?": str, "first?": str}
-OF_RANK: Any = FAILURE | {"node": str, **dict.fromkeys(("exception?", "message?", "traceback?"), str)}
+FAILURE: Any = {"rank": int, "local_rank?": int, "pid": int, "time": float, "exit_code": EXIT_CODES}
+OF_RANK: Any = FAILURE | {"node": NAME, **dict.fromkeys(("exception?", "message?", "traceback?"), str)}
 
 Records = Mapping[str, Mapping[str, Any]]  # name of a file in errors/ -> its content
 
@@ -133,25 +133,28 @@ def write_missing(records: Records) -> None:
     write({name: record for name, record in records.items() if not _read(_path(name))})
 
 
-def records_of(node: str, sent: Any) -> Records:
-    """The records that another node has sent, without those of other nodes' ranks; none, with a message, if invalid.
+def records_of(node: str, ranks: range, sent: Any) -> Records:
+    """The records that another node has sent; none, with a message, if one is invalid, or about another node or rank.
 
-    sent: JSON or its value.
+    ranks: those that the node can have. sent: JSON or its value.
     """
+    own, name = {"node": re.compile(re.escape(node)), "rank": ranks}, f"node_{node}.json"
+    failure = FAILURE | {"rank": ranks, "ended_by_agent": bool}
+    of_agent = {"node?": own["node"], "failures": [failure], "succeeded?": [ranks], "lost?": NAME, "first?": NAME}
     try:
         sent = checked(Mapping[str, object], parse_json(sent) if isinstance(sent, bytes) else sent)
-        if (name := f"node_{node}.json") not in sent:
+        if name not in sent:
             return {}
-        agent = checked(OF_AGENT, sent[name], name)
-        ranks = {f"rank_{failure['rank']}.json" for failure in agent["failures"]}
-        return {name: agent} | {name: _checked_record(sent[name]) for name in sorted(ranks & sent.keys())}
+        agent = checked(of_agent, sent[name], name)
+        names = {f"rank_{failure['rank']}.json" for failure in agent["failures"]}
+        return {name: agent} | {one: _checked_record(sent[one], OF_RANK | own) for one in sorted(names & sent.keys())}
     except ValueError as error:
         sys.stderr.write(printable(f"agent: {node}: invalid failure records ({error})") + "\n")
         return {}
 
 
-def _checked_record(value: object) -> Mapping[str, Any]:
-    record = checked(OF_RANK, value, "record")
+def _checked_record(value: object, kind: Any = OF_RANK) -> Mapping[str, Any]:
+    record = checked(kind, value, "record")
     # The store through which the agents exchange the records refuses values of 8 MiB.
     return {key: head_and_tail(one) if isinstance(one, str) else one for key, one in record.items()}
 

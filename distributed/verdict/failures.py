@@ -171,6 +171,7 @@ def _of_ranks(known: Evidence, agents: Sequence[Json], of_ranks: Sequence[Json],
         for one in listed(agent.get("failures"))[: len(known.ranks.get(agent["node"], range(MAX_FAILURES)))]
     ]
     from_ranks = [_from_record(one, "?") for one in of_ranks]
+    from_ranks = [one for one in from_ranks if one.rank is None or known.succeeded.get(one.rank) != one.node]
     # A rank that called sys.exit() has recorded no exception; it may have printed one.
     ends = prefer(from_agents, (one for one in from_ranks if not one.exception), _torchrun_summaries(logs))
     causes = prefer((one for one in from_ranks if one.exception), _exceptions_in_logs(logs, ends))
