@@ -178,7 +178,8 @@ class Agent:
             if record:
                 self.records[f"rank_{number}.json"] = record
         if not ended_by_agent:
-            self.succeeded = [rank.number for rank in self.ranks if rank.process.returncode == 0]
+            others = [rank for local_rank, rank in enumerate(self.ranks) if local_rank not in self.failures]
+            self.succeeded = [rank.number for rank in others if rank.process.returncode == 0]
         if self.failures:
             self._write_record()
 
@@ -347,7 +348,8 @@ def _run_attempts(options: Options, script: Script, server: ForkServer, pipes: A
             if not (code and pipes and pipes.restarts and agent.can_restart()):
                 return code
             end = agent.end_of_run()
-            outcome = f"{code} {end.node if end and end.lost else ''}"
+            lost = end.node if end and end.lost and end.node in os.environ.get("MUSTER_NODES", "").split() else ""
+            outcome = f"{code} {lost}"
             # Close the store: agents and ranks of the next attempt must not connect to it.
             del end, agent
             gc.collect()

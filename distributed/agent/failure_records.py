@@ -15,20 +15,17 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from distributed.files import write_file
 from distributed.trust import checked, head_and_tail, parse_json, printable, read_bytes
 
 # Kinds for trust.checked(): records of an agent, and its failures, see agent.RankFailure; and of a rank.
+NAME = re.compile(r"[ -.0-~]{1,255}")  # of a node, in ASCII; files are named after nodes
 EXIT_CODES = range(1, 256)
-FAILURE: Any = {"rank": int, "local_rank?": int, "pid?": int, "time": float, "exit_code": EXIT_CODES}
-# Files are named after nodes, and names are printed: no slash, control character or part of a character.
-NODE_NAME = re.compile(r"[^/\0-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]{1,255}")
-OF_AGENT: Any = {"node?": NODE_NAME, "failures": [FAILURE | {"ended_by_agent": bool}], "succeeded?": [int]}
-OF_AGENT |= {"lost?": NODE_NAME, "first?": NODE_NAME}
-OF_RANK: Any = FAILURE | {"node": NODE_NAME, **dict.fromkeys(("exception?", "message?", "traceback?"), str)}
+FAILURE: Any = {"rank": int, "local_rank?": int, "pid": int, "time": float, "exit_code": EXIT_CODES}
+OF_RANK: Any = FAILURE | {"node": NAME, **dict.fromkeys(("exception?", "message?", "traceback?"), str)}
 
 Records = Mapping[str, Mapping[str, Any]]  # name of a file in errors/ -> its content
 
@@ -136,28 +133,28 @@ def write_missing(records: Records) -> None:
     write({name: record for name, record in records.items() if not _read(_path(name))})
 
 
-def records_of(node: str, sent: Any, may_have: Callable[[int], bool]) -> Records:
-    """The records that another node has sent; none, with a message, if they are invalid.
+def records_of(node: str, ranks: range, sent: Any) -> Records:
+    """The records that another node has sent; none, with a message, if one is invalid, or about another node or rank.
 
-    sent: JSON or its value. may_have: whether a rank may be one of that node: a node speaks for its own ranks only.
+    ranks: those that the node can have. sent: JSON or its value.
     """
+    own, name = {"node": re.compile(re.escape(node)), "rank": ranks}, f"node_{node}.json"
+    failure = FAILURE | {"rank": ranks, "ended_by_agent": bool}
+    of_agent = {"node?": own["node"], "failures": [failure], "succeeded?": [ranks], "lost?": NAME, "first?": NAME}
     try:
         sent = checked(Mapping[str, object], parse_json(sent) if isinstance(sent, bytes) else sent)
-        if (name := f"node_{node}.json") not in sent:
+        if name not in sent:
             return {}
-        agent = checked(OF_AGENT, sent[name], name)
-        numbers = {failure["rank"] for failure in agent["failures"]}
-        if foreign := sorted(number for number in numbers if not may_have(number)):
-            raise ValueError(f"rank {foreign[0]} is on another node")
-        ranks = {f"rank_{number}.json" for number in numbers}
-        return {name: agent} | {name: _checked_record(sent[name]) for name in sorted(ranks & sent.keys())}
+        agent = checked(of_agent, sent[name], name)
+        names = {f"rank_{failure['rank']}.json" for failure in agent["failures"]}
+        return {name: agent} | {one: _checked_record(sent[one], OF_RANK | own) for one in sorted(names & sent.keys())}
     except ValueError as error:
         sys.stderr.write(printable(f"agent: {node}: invalid failure records ({error})") + "\n")
         return {}
 
 
-def _checked_record(value: object) -> Mapping[str, Any]:
-    record = checked(OF_RANK, value, "record")
+def _checked_record(value: object, kind: Any = OF_RANK) -> Mapping[str, Any]:
+    record = checked(kind, value, "record")
     # The store through which the agents exchange the records refuses values of 8 MiB.
     return {key: head_and_tail(one) if isinstance(one, str) else one for key, one in record.items()}
 

@@ -29,17 +29,17 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from errno import EHOSTUNREACH, ENETUNREACH
 from typing import Any, TypeVar
 
 from torch.distributed import PrefixStore, Store, TCPStore
 
-from distributed.agent.failure_records import EXIT_CODES, NODE_NAME, Records, first_failure, records_of
+from distributed.agent.failure_records import EXIT_CODES, NAME, Records, first_failure, records_of
 from distributed.exit_codes import TIMED_OUT, UNFIT
 from distributed.host.clock import RunningClock
-from distributed.trust import checked, parse_json
+from distributed.trust import bounded, checked, parse_json
 
 HEARTBEAT_INTERVAL = 0.5  # seconds
 JOIN_INTERVAL = 0.05  # seconds between heartbeats while nodes join or finish
@@ -67,14 +67,13 @@ MemberFacts = Mapping[str, str]  # values must be equal on all nodes, except tho
 OWN_FACTS = ("node", "attempt", "process", "ranks")
 # Kinds for trust.checked().
 FACTS: Any = {
-    "node": NODE_NAME,
+    "node": NAME,
     "ranks?": re.compile(r"[0-9]{1,6}"),
     **dict.fromkeys(("attempt?", "process?", "NNODES?", "PyTorch?", "the script?", "CONFIG?"), str),
 }
-RUN: Any = {"id": str, "name": str, "started": range(1 << 32), "facts": FACTS}
-MAX_REASON = 1000  # characters
-REASON = re.compile(rf"(?s)[^\ud800-\udfff]{{0,{MAX_REASON}}}")
-END: Any = {"node": NODE_NAME, "exit_code": EXIT_CODES, "reason": REASON, "lost?": bool}
+RUN_NAME = re.compile(r"[^\0\ud800-\udfff]{,4096}")  # ranks get it in a variable
+RUN: Any = {"id": NAME, "name": RUN_NAME, "started": range(1 << 32), "facts": FACTS}
+END: Any = {"node": NAME, "exit_code": EXIT_CODES, "reason": str, "lost?": bool}
 
 
 @dataclass(frozen=True)
@@ -219,7 +218,6 @@ class Membership:
 
     def report_end(self, end: RunEnd) -> None:
         """End the run on all nodes, if this node has joined it. Only the first report takes effect."""
-        end = replace(end, reason=end.reason.encode(errors="replace").decode()[:MAX_REASON])
         self._end = self._end or end
         self._send("end", asdict(end))
 
@@ -425,24 +423,25 @@ class Membership:
             self._end = self.first_end
         self._all_done = self._all_done or bool(read_value(store, "all done"))
         if self._end and (shared := read_value(store, "records", {"complete": bool, "records": Mapping[str, object]})):
-            names = {rank: member["node"] for rank, member in self.members.items() if rank != self.rank}
             self.records = {
-                rank: records_of(name, shared["records"].get(str(rank), {}), self._is_foreign)
-                for rank, name in names.items()
+                rank: records_of(member["node"], self._ranks_of(rank), shared["records"].get(str(rank), {}))
+                for rank, member in self.members.items()
+                if rank != self.rank
             }
             self._has_records = shared["complete"]
         if not self._coordinator and read_value(store, "closing"):
             self._closed = True
 
-    def _is_foreign(self, rank: int) -> bool:
-        """Whether a rank is not one of this node."""
-        return not self.ranks or not 0 <= rank - self.ranks.first < int(self._facts.get("ranks", "1"))
+    def _ranks_of(self, rank: int) -> range:
+        """The ranks that another node can have. Only the first node knows how many each node has."""
+        if self._coordinator or not self.ranks:
+            return self._coordinator.ranks.get(rank, range(0)) if self._coordinator else range(0)
+        end = self.ranks.first + int(self._facts.get("ranks", "1"))
+        return range(self.ranks.first) if rank < self.rank else range(end, self.ranks.total)
 
     def _read_members(self, store: Store) -> dict[int, MemberFacts]:
         """All members, with their names only. Names are read from the store only if the launcher passed none."""
-        names = (
-            list(self._names.values()) if len(self._names) == self.size else read_value(store, "members", [NODE_NAME])
-        )
+        names = list(self._names.values()) if len(self._names) == self.size else read_value(store, "members", [NAME])
         if len(names) != self.size:
             raise ValueError(f"members: {len(names)} names, expected {self.size}")
         return {rank: {"node": name} for rank, name in enumerate(names)}
@@ -463,7 +462,7 @@ class Membership:
 
     def _missing_nodes(self) -> str:
         missing = self._missing
-        shown = [self._names.get(rank, f"node rank {rank}") for rank in missing.ranks]
+        shown = [self._names.get(rank, f"node rank {rank}") for rank in missing.ranks[:SHOWN_MISSING]]
         more = f" and {missing.count - len(shown):,} more" if missing.count > len(shown) else ""
         return f"{self.size - missing.count} of {self.size} nodes joined, waiting for {', '.join(shown)}{more}"
 
@@ -483,6 +482,7 @@ class Coordinator:
 
     def __init__(self, store: Store, size: int, clock: RunningClock) -> None:
         self.members: dict[int, MemberFacts] = {}
+        self.ranks: dict[int, range] = {}  # of each node, by node rank; empty until all have joined
         self.missing = Missing(size, range(size)[:SHOWN_MISSING])
         self.refused = ""  # the last refused node, and why
         self._store, self._size, self._clock = store, size, clock
@@ -520,19 +520,16 @@ class Coordinator:
         self.missing = Missing(len(absent), absent[:SHOWN_MISSING])
         self._store.set("missing", json.dumps(asdict(self.missing)))
         if self._store.check(["refused"]):
-            self.refused = self._store.get("refused").decode(errors="replace")
+            self.refused = bounded(self._store.get("refused").decode(errors="replace"))
         if not absent and not read_end(self._store):
-            sizes = self._sizes()
-            firsts = itertools.accumulate(sizes, initial=0)
+            sizes = [int(self.members[rank].get("ranks", "1")) for rank in range(self._size)]
+            firsts = list(itertools.accumulate(sizes, initial=0))
+            self.ranks = {rank: range(*firsts[rank : rank + 2]) for rank in range(self._size)}
             ranks = [json.dumps({"first": first, "total": sum(sizes)}) for first in firsts]
             for some in blocks(range(self._size)):
                 keys = [f"ranks/{rank}" for rank in some]
                 self._store.multi_set(keys, [ranks[rank] for rank in some])  # type: ignore[attr-defined]
             publish_news(self._store, "members", [self.members[rank]["node"] for rank in range(self._size)])
-
-    def _sizes(self) -> list[int]:
-        """The number of ranks of each node."""
-        return [int(self.members.get(rank, {}).get("ranks", "1")) for rank in range(self._size)]
 
     def _without_heartbeat(self, seconds: float) -> list[int]:
         """Node ranks whose heartbeat has not changed for this long."""
@@ -549,9 +546,7 @@ class Coordinator:
         """Share all failure records or, shortly before the nodes stop waiting, those that have arrived."""
         live, now = live_ranks(self.members, end), self._clock.now()
         for rank, records in read_all(self._store, "records", sorted(live - self._records.keys())):
-            before = sum(self._sizes()[:rank])
-            its_ranks = range(before, before + self._sizes()[rank])
-            self._records[rank] = records_of(self.members[rank]["node"], records, its_ranks.__contains__)
+            self._records[rank] = records_of(self.members[rank]["node"], self.ranks.get(rank, range(0)), records)
             self._share_at = min(self._share_at, now + RECORDS_TIMEOUT - 2 * HEARTBEAT_INTERVAL)
         self._shared = live <= self._records.keys()
         if self._shared or now >= self._share_at:
@@ -638,7 +633,7 @@ def live_ranks(members: Mapping[int, MemberFacts], end: RunEnd | None) -> set[in
 def read_end(store: Store) -> RunEnd | None:
     """The reported end of the run, or None."""
     end = read_value(store, "end", END)
-    return RunEnd(**end) if end else None
+    return RunEnd(**end | {"reason": bounded(end["reason"])}) if end else None
 
 
 def read_value(store: Store, key: str, kind: Any = object) -> Any:

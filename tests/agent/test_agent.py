@@ -996,6 +996,23 @@ def test_a_rank_that_exits_with_0_on_sigterm_is_not_recorded_as_having_exited_ea
     assert failures() == [(0, 3, False)]
 
 
+EXITS_WITH_0 = """
+import atexit, time
+def wait_for_agent():
+    while not os.path.exists("errors/node_n7.json"):
+        time.sleep(0.01)
+    os._exit(0)
+atexit.register(wait_for_agent)
+1 / 0
+"""
+
+
+def test_a_rank_that_has_recorded_a_failure_has_not_succeeded_even_if_it_exits_with_0() -> None:
+    done = launch(1, EXITS_WITH_0)
+    assert done.returncode == 1
+    assert failures() == [(0, 1, False)]  # and no rank that succeeded
+
+
 WAIT_FOR_RANK_1 = "import os; os.waitid(os.P_PID, self.ranks[1].process.pid, os.WEXITED | os.WNOWAIT)"
 
 

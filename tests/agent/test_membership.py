@@ -29,7 +29,7 @@ from typing import Any
 import pytest
 from torch.distributed import Store, TCPStore
 
-from distributed.agent import failure_records, membership
+from distributed.agent import agent, failure_records, membership
 from distributed.agent.agent import Agent
 from distributed.agent.failure_records import Records
 from distributed.agent.membership import (
@@ -621,7 +621,10 @@ def test_a_node_that_has_left_does_not_use_the_store(join: Join, store: TCPStore
 DEEP = "[" * 100_000
 BAD_RUN = ["5", "[1]", "{}", DEEP, "\udcff", '{"id": "a", "name": 1, "started": 1, "facts": {"node": "n"}}',
            '{"id": "a", "name": "b", "started": 1000000000000000, "facts": {"node": "n"}}',
-           '{"id": "a", "name": "b", "started": 1, "facts": {"node": "../n"}}']  # fmt: skip
+           '{"id": "a", "name": "b", "started": 1, "facts": {"node": "../n"}}',
+           '{"id": "a", "name": "b\\u0000", "started": 1, "facts": {"node": "n"}}',
+           '{"id": "a", "name": "\\ud800", "started": 1, "facts": {"node": "n"}}',
+           '{"id": "\\ud800", "name": "b", "started": 1, "facts": {"node": "n"}}']  # fmt: skip
 
 
 @pytest.mark.parametrize("value", BAD_RUN)
@@ -633,8 +636,12 @@ def test_a_node_refuses_a_store_with_another_kind_of_run(join: Join, store: TCPS
 
 
 @pytest.mark.parametrize(
-    "value", ["5", '{"process": "x"}', '{"node": 1}', '{"node": "a/b"}', '{"node": "a\\u0000"}', DEEP]
-)
+    "value",
+    [
+        "5", '{"process": "x"}', '{"node": 1}', '{"node": "a/b"}', '{"node": "a\\u0000"}', '{"node": "\\ud800"}',
+        '{"node": "a\\nb"}', DEEP,
+    ],
+)  # fmt: skip
 def test_a_node_with_invalid_facts_ends_the_run_with_its_rank(join: Join, store: TCPStore, value: str) -> None:
     one = join(0, size=2)
     assert becomes_true(lambda: one.run)
@@ -650,6 +657,8 @@ def test_a_node_with_invalid_facts_ends_the_run_with_its_rank(join: Join, store:
     [
         ("end", '{"lost": ["x"]}'), ("end", '{"node": "n", "exit_code": 256, "reason": "r"}'), ("end", DEEP),
         ("end", '{"node": "n", "exit_code": 0, "reason": "r"}'), ("records", "5"), ("all done", DEEP),
+        ("end", '{"node": "\\ud800", "exit_code": 1, "reason": "r"}'),
+        ("end", json.dumps({"node": "n" * (2 << 20), "exit_code": 69, "reason": "r", "lost": True})),
     ],
 )  # fmt: skip
 def test_an_invalid_value_for_all_nodes_ends_the_run_with_a_message(
@@ -674,7 +683,7 @@ def test_invalid_failure_records_are_reported_with_the_rank_of_their_node_and_ig
 ) -> None:
     one, two, three = joined_members(join)
     assert one.run
-    failure = {"rank": 1, "time": 1.0, "exit_code": 3, "ended_by_agent": False}
+    failure = {"rank": 1, "pid": 5, "time": 1.0, "exit_code": 3, "ended_by_agent": False}
     sent: Records = {
         "node_node2.json": {"failures": [failure]}, "node_node1.json": {"failures": []}, "../x": {},
         "rank_1.json": {"rank": 1, "local_rank": 0, "node": "node2", "pid": 5, "time": 1.0, "exit_code": 3},
@@ -687,6 +696,101 @@ def test_invalid_failure_records_are_reported_with_the_rank_of_their_node_and_ig
     assert one.records[1] == {name: sent[name] for name in ("node_node2.json", "rank_1.json")}
     assert "agent: node3: invalid failure records (" in (printed := capfd.readouterr().err)
     assert "\x1b" not in printed
+
+
+def forged_records(node: str, rank: int, **of_rank: object) -> dict[str, Any]:
+    """Records of an agent and its rank, as the agent sends them."""
+    failure = {"rank": rank, "local_rank": 0, "pid": 5, "time": 1.0, "exit_code": 42}
+    agent = {"node": node, "failures": [failure | {"ended_by_agent": False}]}
+    return {f"node_{node}.json": agent, f"rank_{rank}.json": failure | {"node": node, "exception": "E"} | of_rank}
+
+
+def test_records_of_ranks_of_another_node_are_refused_by_all_nodes(
+    join: Join, store: TCPStore, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Both ways through the store: the records that a node sends, and those that the first node shares."""
+    one, two, three = joined_members(join)
+    assert one.run
+    keys = membership_store(store, one.run)
+    three.report_end(RunEnd("node1", 42, "rank 0 failed with exit code 42"))
+    assert becomes_true(lambda: one.end() and two.end())
+    own, of_third = forged_records("node2", 1), forged_records("node3", 1)
+    keys.set("records/2", json.dumps(of_third))
+    run_concurrently(lambda: one.leave({}, collect=True), lambda: two.leave(own, collect=True))
+    assert (one.records, two.records) == ({1: own, 2: {}}, {0: {}, 2: {}})
+    assert "agent: node3: invalid failure records (rank: expected range(2, 3), got 1)" in capfd.readouterr().err
+    forged = {"0": forged_records("node1", 1), "1": forged_records("node2", 0), "2": forged_records("node3", 1)}
+    membership.publish_news(keys, "records", {"complete": True, "records": forged})
+    for member in (one, two):
+        member._read_news(keys)
+        assert not any(member.records.values())
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"node_node2.json": {"node": "node1"}}, {"node_node2.json": {"succeeded": [0]}},
+        {"node_node2.json": {"lost": "\ud800"}}, {"node_node2.json": {"first": "a\nb"}},
+        {"rank_1.json": {"rank": 0}}, {"rank_1.json": {"node": "node1"}},
+    ],
+)  # fmt: skip
+def test_records_that_are_not_about_their_node_or_have_no_valid_names_are_refused(changed: dict[str, Any]) -> None:
+    sent = forged_records("node2", 1)
+    assert failure_records.records_of("node2", range(1, 2), sent) == sent
+    sent = {name: record | changed.get(name, {}) for name, record in sent.items()}
+    assert failure_records.records_of("node2", range(1, 2), sent) == {}
+
+
+def test_records_without_a_process_id_are_refused() -> None:
+    """With the id, the verdict sees whether the record of a rank is by the process that the agent has started."""
+    for name in ("node_node2.json", "rank_1.json"):
+        sent = forged_records("node2", 1)
+        (sent[name]["failures"][0] if name.startswith("node") else sent[name]).pop("pid")
+        assert failure_records.records_of("node2", range(1, 2), sent) == {}
+
+
+def test_the_records_of_this_node_are_not_replaced_in_the_error_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    own, other = forged_records("node1", 0, message="own"), forged_records("node1", 0, message="other")
+    joined = SimpleNamespace(records={1: other}, first_end=None)
+    Agent._write_error_file(SimpleNamespace(records=own, membership=joined))  # type: ignore[arg-type]
+    assert json.loads((tmp_path / "error.json").read_text())["message"]["message"] == "E: own"
+
+
+def test_long_texts_in_the_store_are_cut(join: Join, store: TCPStore) -> None:
+    one, two = joined_members(join, size=2)
+    assert one.run
+    keys = membership_store(store, one.run)
+    two._missing = membership.Missing(1, range(1000))
+    assert len(two._missing_nodes()) < 1000
+    keys.set("refused", "x" * (2 << 20))
+    assert one._coordinator
+    one._coordinator.members.pop(1)
+    assert becomes_true(lambda: one._coordinator and one._coordinator.refused)
+    membership.publish_end(keys, {"node": "node2", "exit_code": 1, "reason": "x" * (2 << 20)})
+    assert becomes_true(lambda: one.end() and two.end())
+    assert {len(text) < 2000 for text in (one._coordinator.refused, one.end().reason, two.end().reason)} == {True}  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("names", "lost", "outcome"), [("n1 n2", "n2", "69 n2"), ("n1 n2", "n" * (2 << 20), "69 "), ("", "n2", "69 ")]
+)
+def test_only_a_lost_node_of_the_run_is_reported_to_the_launcher(
+    names: str, lost: str, outcome: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end = RunEnd(lost, 69, "connection lost", lost=True)
+    ended = SimpleNamespace(run=lambda: 69, can_restart=lambda: True, end_of_run=lambda: end)
+    outcomes: list[str] = []
+    pipes: Any = SimpleNamespace(restarts=True, next_attempt=outcomes.append)
+    nothing: Any = None
+    monkeypatch.setattr(agent, "Agent", lambda *_: ended)
+    monkeypatch.setattr(agent, "_set_stop_signals", lambda _: None)
+    monkeypatch.setenv("MUSTER_NODES", names)
+    monkeypatch.setenv("MUSTER_NODE", "n1")
+    assert agent._run_attempts(nothing, nothing, nothing, pipes) == 69
+    assert outcomes == [outcome]
 
 
 RECORD = {"rank": 0, "local_rank": 0, "node": "n", "pid": 7, "time": 1.0, "exit_code": 3, "message": "m" * 100_000}
@@ -783,7 +887,7 @@ def test_in_a_large_run_all_nodes_receive_only_the_records_of_the_first_failures
     coordinator, counting = coordinator_of(store, 1000)
     coordinator.update(None)
     for rank in range(1000):
-        failure = {"rank": rank, "time": 2000.0 - rank, "exit_code": 1, "ended_by_agent": False}
+        failure = {"rank": rank, "pid": 5, "time": 2000.0 - rank, "exit_code": 1, "ended_by_agent": False}
         counting.store.set(f"records/{rank}", json.dumps({f"node_node{rank}.json": {"failures": [failure]}}))
     end = RunEnd("node7", 1, "rank 7 failed with exit code 1")
     assert len(counting.operations_of(lambda: coordinator.update(end))) <= 12

@@ -687,6 +687,17 @@ def test_records_of_earlier_attempts_are_ignored(run: RunDirectory) -> None:
     assert found.collateral == ({"node": "n1", "rank": 1, "message": "was stopped with the others (SIGTERM)"},)
 
 
+def test_the_record_of_a_rank_that_succeeded_according_to_its_own_agent_is_ignored(run: RunDirectory) -> None:
+    run.start("n1", "n2", nproc=1)
+    run.rank(0, "RuntimeError", "CUDA error", time=TIME - 2)
+    run.rank(1, "ValueError", "real", node="n2")
+    run.ranks_ended("n2", r1=(1, False))
+    run.ranks_ended("n1", succeeded=[0])
+    found = run.decide(42)
+    assert (found.rank, found.cause, found.exit_code) == (1, "rank 1 on n2 raised ValueError: real", 1)
+    assert found.collateral == ()
+
+
 def test_a_failed_node_env_is_quoted(run: RunDirectory) -> None:
     run.start("n2")
     message = "n2: /w/config/node_env.sh: line 3: 'module load cuda' failed with exit code 127; fix it, or write '...'"
