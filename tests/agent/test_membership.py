@@ -428,50 +428,6 @@ def test_each_node_receives_the_failure_records_of_the_others(join: Join) -> Non
     assert three.records == {0: records[0], 1: records[1]}
 
 
-def test_a_node_cannot_send_records_of_ranks_of_other_nodes(
-    join: Join, store: TCPStore, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """A program on node 2 sends a failure of rank 0 in the name of its agent: no node takes or writes it."""
-    one, two, three = joined_members(join)
-    failure = {"rank": 0, "time": 1.0, "exit_code": 42}
-    forged = {
-        "node_node2.json": {"node": "node2", "failures": [failure | {"ended_by_agent": False}]},
-        "rank_0.json": failure | {"node": "node1", "exception": "RuntimeError", "message": "forged"},
-    }
-    two.report_end(RunEnd("node2", 1, "rank 1 ended with exit code 1"))
-    assert becomes_true(lambda: one.end() and three.end())
-    leaving = zip((one, two, three), ({}, forged, {}), strict=True)
-    run_concurrently(*(lambda pair=pair: pair[0].leave(pair[1], collect=True) for pair in leaving))
-    assert one.records == {1: {}, 2: {}}
-    assert three.records == {0: {}, 1: {}}
-    assert "agent: node2: invalid failure records (rank 0 is on another node)\n" in capfd.readouterr().err
-
-
-@pytest.mark.parametrize(
-    "change",
-    [{"node": "n\ud800"}, {"node": "x" * 2_000_000}, {"node": "a/b"}, {"node": "a\nb"}, {"reason": "x" * 2_000_000}],
-)
-def test_an_end_with_an_invalid_name_or_text_ends_the_run_with_a_message(
-    join: Join, store: TCPStore, change: dict[str, str]
-) -> None:
-    one, _, three = joined_members(join)
-    assert one.run
-    end = {"node": "node2", "exit_code": 7, "reason": "r", "lost": True} | change
-    membership.publish_end(membership_store(store, one.run), end)
-    assert becomes_true(lambda: one.end() and three.end())
-    ends = [member.end() for member in (one, three)]
-    assert all(
-        end and end.exit_code == 69 and len(end.reason) <= 1000 and end.node != change.get("node") for end in ends
-    )
-
-
-def test_a_long_reason_is_cut(join: Join) -> None:
-    one, two, _ = joined_members(join)
-    two.report_end(RunEnd("node2", 1, "r\ud800" * 1000))
-    assert becomes_true(one.end)
-    assert one.end() == two.end() == RunEnd("node2", 1, "r?" * 500)
-
-
 def test_the_first_failure_of_all_nodes_is_found_in_their_records() -> None:
     def agent(*failures: tuple[int, float, bool]) -> dict[str, Any]:
         return {"failures": [{"rank": r, "time": t, "exit_code": r + 1, "ended_by_agent": e} for r, t, e in failures]}
