@@ -124,7 +124,7 @@ def test_ranks_of_an_installed_muster_import_muster_and_write_only_into_the_proj
     assert {path for path in kit.parent.rglob("*") if "__pycache__" not in path.parts} == before
 
 
-@pytest.mark.parametrize("path", ["_kit/scripts/lib/module.py", "_kit/distributed", "__init__.py", "."])
+@pytest.mark.parametrize("path", ["_kit/scripts/lib/module.py", "_kit/distributed", "__init__.py", "__pycache__", "."])
 def test_an_installed_muster_that_others_can_write_is_refused(environment: Path, tmp_path: Path, path: str) -> None:
     changed = kit_of(environment).parent / path
     mode = changed.stat().st_mode

@@ -30,7 +30,7 @@ from distributed.records import integer, mapping, number
 from distributed.runs.lookup import IN_JOB, REMOTE, RUNNING, Run, RunLookupError, RunNode, read
 from distributed.runs.query import JobWithoutRun, RunQuery, find_run, parser_of
 from distributed.transport.commands import Messages, TransportError
-from distributed.trust import MAX_BYTES, bounded, parse_json, printable, read_bytes, regular_file
+from distributed.trust import MAX_BYTES, MAX_TEXT, bounded, parse_json, printable, read_bytes, regular_file
 
 # For sh on a node. $1: run directory, $2: file, $3: first byte. Prints nothing if the node shares the directory.
 PRINT_FILE = '[ -e "$1/run.json" ] || [ ! -e "$1/$2" ] || tail -c +"$3" -- "$1/$2"'
@@ -158,8 +158,9 @@ class LogReader:
         path = os.path.relpath(log.path.parent / name, run.directory)
         line = ["sh", "-c", PRINT_FILE, "sh", run.directory_at_launch, path, str(first)]
         command = self._query.commands.command(log.node, line, "/", timeout=NODE_TIMEOUT)
+        most = MAX_BYTES if on_output else MAX_TEXT
         call = self._query.calls.call(
-            log.node.node, command, replies.append, timeout=NODE_TIMEOUT, on_output=on_output, most=MAX_BYTES
+            log.node.node, command, replies.append, timeout=NODE_TIMEOUT, on_output=on_output, most=most
         )
         self._query.calls.wait({call})
         return replies[0]

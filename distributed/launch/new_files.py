@@ -40,7 +40,7 @@ ENVIRONMENT = ("pyvenv.cfg", "conda-meta")  # a virtual environment, or one of c
 # A node does not send files of these names, or of directories of these names: git, Python and Muster obey them.
 NOT_SENT = {
     *trust.OF_GIT, ".gitignore", ".gitattributes", ".gitmodules", ".venv", ".muster_job", "__pycache__", "node_env.sh",
-    "run.json", "cluster_config.json", "site-packages", "dist-packages", *ENVIRONMENT,
+    "muster.toml", "run.json", "cluster_config.json", "site-packages", "dist-packages", *ENVIRONMENT,
 }  # fmt: skip
 # Programs for sh on a node. $1: the working directory, $2: Unix seconds, $3: the directory of all runs.
 LIST = """cd -- "$1" && find . -name .git -prune -o -path "./$3" -prune -o -type f -newermt "@$2" ! -name '*.pyc' \

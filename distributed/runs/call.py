@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NoReturn
@@ -12,6 +13,8 @@ from distributed.transport.commands import TransportError, quote
 from distributed.trust import planted
 
 SECRETS = ("--env", "--notify")  # options whose values are not recorded
+FILES = ("--python", "--script", "--env-file", "--hostfile", "-c")  # options whose values are paths
+PROGRAMS = re.compile(r"(ssh/launch_[a-z_]+|run|train|run_ddp|test_distributed)\.sh")  # that write run.json
 SAME = {"--nproc": "-n", "--nproc-per-node": "-n", "--module": "-m"}  # other names of options
 
 
@@ -49,11 +52,15 @@ class Call:
     def repeat(self, cwd: str, variables: Mapping[str, str]) -> NoReturn:
         """Replace this process by the program of this Muster. Raises TransportError if that is not possible.
 
-        Refuses a directory or Python that another user has made since, in a directory such as /tmp.
+        Refuses a directory, script, Python or other file that another user has made since, in a directory such as /tmp.
         """
-        pythons = [one[1] for one in self.options if one[:1] == ("--python",) and "/" in one[1]]
+        if not PROGRAMS.fullmatch(program := self.program[0].rpartition("/scripts/")[2]):
+            raise TransportError(1, f"{program}: not a launcher of Muster")
+        paths = [one[1] for one in self.options if one[0] in FILES and (one[0] != "--python" or "/" in one[1])]
+        if not any(_name(*one)[0] == "-m" for one in self.options) and self.rest[:1] != ("-",):
+            paths += self.rest[:1]  # the script, or CONFIG
         try:
-            for path in (cwd, *(os.path.join(cwd, python) for python in pythons)):
+            for path in (cwd, *(os.path.join(cwd, path) for path in paths)):
                 if problem := planted(path, (0, os.geteuid())):
                     raise TransportError(1, problem)
             os.chdir(cwd)

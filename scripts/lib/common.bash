@@ -171,6 +171,7 @@ check_kit() {
   find_foreign_below "${paths[@]}"
   # Of an installed Muster, also the package `muster`, in which it is.
   [[ $FOREIGN || $KIT != */muster/_kit ]] || find_foreign "${KIT%/*}" "${KIT%/*}"/*.py
+  [[ $FOREIGN || $KIT != */muster/_kit || ! -e ${KIT%/*}/__pycache__ ]] || find_foreign_below "${KIT%/*}/__pycache__"
   [[ ! $FOREIGN ]] || die_with "$EXIT_UNFIT" "$FOREIGN"
   # Python would make these directories with the umask, or an access control list.
   for path in "$KIT"/distributed/{,*[!_]/,*/*[!_]/} "$KIT/scripts/lib/"; do

@@ -648,7 +648,7 @@ def test_a_node_sends_new_files_that_match_and_replaces_nothing_of_the_user(
         (cwd / link).symlink_to(target)
     os.utime(cwd / "checkpoints/old", (1, 1))
     refused = ["../up", "/tmp/muster-absolute", ".git/config", "a/.git/hooks/x", "out/HEAD", ".venv/bin/python",
-               "logs/r/run.json", "config/node_env.sh", "own.py", "jobs.json",
+               "logs/r/run.json", "config/node_env.sh", "muster.toml", "own.py", "jobs.json",
                "cluster_config.json", "link/x", "dangling/x", ".bashrc", ".ssh/rc",
                "results.journal", "out/.muster_job", "muster/json.py", "muster/json/__init__.py",
                "muster/scripts/lib/x", "muster/out/x", *IN_ENVIRONMENTS]  # fmt: skip

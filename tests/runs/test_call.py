@@ -53,13 +53,23 @@ def test_a_directory_or_python_that_another_user_has_made_since_is_refused(tmp_p
     shared.chmod(0o1777)
     (theirs := shared / "theirs").mkdir()
     os.chown(theirs, 1, 1)
-    for cwd, call in ((theirs, CALL), (tmp_path, CALL.with_options(["--python", f"{theirs}/python"]))):
+    script = Call(CALL.program, (), (f"{theirs}/train.py", "--lr", "1"))
+    for cwd, call in (
+        (theirs, CALL), (tmp_path, CALL.with_options(["--python", f"{theirs}/python"])),
+        (tmp_path, Call(CALL.program, (("--env-file", f"{theirs}/env"),), ("-",))), (tmp_path, script),
+    ):  # fmt: skip
         with pytest.raises(
             TransportError, match=r"theirs: belongs to .*, who made it where all users can create files"
         ):
             call.repeat(str(cwd), {})
     with pytest.raises(TransportError, match="gone: No such file or directory"):
         CALL.repeat(str(tmp_path / "gone"), {})
+
+
+@pytest.mark.parametrize("program", ["/k/scripts/../../bin/bash", "/bin/sh", "/k/scripts/stop.sh"])
+def test_only_a_launcher_is_called_again(program: str, tmp_path: Path) -> None:
+    with pytest.raises(TransportError, match="not a launcher of Muster"):
+        Call((program,), (), ("-",)).repeat(str(tmp_path), {})
 
 
 def test_what_a_user_types_is_a_verb_only_if_muster_was_called() -> None:
