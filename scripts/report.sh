@@ -23,10 +23,11 @@
 #   --help         show this help
 #
 # Launchers write RUN/report.html when a run ends. Call this script to write the
-# report earlier: from then on the launcher updates it, and the page reloads itself
-# while it is open. Until the run ends, the report has no files from nodes that do
-# not share the run directory, except their logs if the launcher got --sync. The
-# comparison of several runs is DIR/comparison.html. Pages need no network.
+# report earlier: from then on the launcher updates it, and the page reloads
+# itself while it is open. Until the run ends, the report has no files from nodes
+# that do not share the run directory, except their logs if the launcher got
+# --sync. The comparison of several runs is DIR/comparison.html. Pages need no
+# network.
 #
 # Exit codes: 0 the report was written, 1 it could not be written, 2 wrong call.
 #

@@ -90,7 +90,7 @@ refused() { # <text>
   run -0 "$SCRIPTS/status.sh"
   [[ "$output" == *"the launcher has exited, and the run continues on $(uname -n)"* ]]
   command=$(sed -n 's/^  \$ //p' <<<"$output" | head -n 1)
-  [[ "$command" == */attach.sh\ * ]]
+  [[ "$command" == */attach.sh* ]]
   start again bash -c "cd / && $command"
   wait_for_line again attached
   kill -USR1 "$LAUNCHER"

@@ -210,7 +210,8 @@ END
   [ "$output" = "rank 0 of 1 ['--env', 'TOKEN=own', '--', 'a b']" ]
   run -0 "$MUSTER" rerun --dry-run --log-dir "$work/my old/logs" latest --nproc-per-node=3 --env TOKEN=new
   # shellcheck disable=SC1003
-  [ "$output" = "cd '$work/my old' && $KIT/scripts/run.sh --nproc-per-node=3 --env TOKEN=new '$work/my script.py' --env TOKEN=own -- 'a b'" ]
+  program=$("$VIRTUAL_ENV/bin/python" -c 'import shlex, sys; print(shlex.quote(sys.argv[1]))' "$KIT/scripts/run.sh")
+  [ "$output" = "cd '$work/my old' && $program --nproc-per-node=3 --env TOKEN=new '$work/my script.py' --env TOKEN=own -- 'a b'" ]
   cd "$work/my old"
   run -0 --separate-stderr bash -c "${output/ --nproc-per-node=3/}"
   [ "$output" = "rank 0 of 1 ['--env', 'TOKEN=own', '--', 'a b']" ]

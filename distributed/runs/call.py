@@ -56,8 +56,9 @@ class Call:
         """
         if not PROGRAMS.fullmatch(program := self.program[0].rpartition("/scripts/")[2]):
             raise TransportError(1, f"{program}: not a launcher of Muster")
-        paths = [one[1] for one in self.options if one[0] in FILES and (one[0] != "--python" or "/" in one[1])]
-        if not any(_name(*one)[0] == "-m" for one in self.options) and self.rest[:1] != ("-",):
+        named = [one for one in self.options if len(one) == 2]  # not the options that are given now
+        paths = [value for name, value in named if name in FILES and (name != "--python" or "/" in value)]
+        if not any(_name(*one)[0] == "-m" for one in named) and self.rest[:1] != ("-",):
             paths += self.rest[:1]  # the script, or CONFIG
         try:
             for path in (cwd, *(os.path.join(cwd, path) for path in paths)):

@@ -433,6 +433,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def as_json(status: Status) -> str:
     facts = asdict(status) | {"exit_code": status.exit_code}
+    del facts["run"]["call"]  # `command` has the same words
     facts["run"]["launcher"]["where"] = facts["run"]["launcher"].pop("state")  # its name in the output of --json
     replies = facts.pop("replies")
     facts["nodes"] = [reply["node"] | {"status": reply["status"], "error": reply["error"]} for reply in replies]

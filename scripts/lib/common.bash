@@ -288,7 +288,7 @@ print_arguments_of() { # <file> <arguments and options to leave out>
       [[ " $2 " != *" ${BASH_REMATCH[1]} "* ]] || left_out=1
     fi
     ((left_out)) || printf '%s\n' "$line"
-  done < <(usage "$1")
+  done < <(usage "$1" 2>/dev/null) # the reader stops early
   [[ $line != '  --help'* ]] || printf '%s\n' "$line"
 }
 

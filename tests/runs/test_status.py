@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import shutil
 import time
 from argparse import Namespace
@@ -70,7 +71,7 @@ def test_a_run_that_continues_without_its_launcher_is_shown_with_a_command_that_
     state = judge(run, [reply("n1", RANK)], FAILED, RunProgress(), START).state
     assert (state.name, state.wrong) == ("left", False)
     assert state.more == "the launcher has exited, and the run continues on n1; to follow it again:"
-    assert state.remedy == f"{files.KIT}/scripts/attach.sh '{tmp_path}/my run'"
+    assert shlex.split(state.remedy) == [f"{files.KIT}/scripts/attach.sh", f"{tmp_path}/my run"]
     (tmp_path / "my run").mkdir()
     (tmp_path / "my run/verdict.json").touch()
     assert "processes remain on n1" in judge(run, [reply("n1", RANK)], FAILED, RunProgress(), START).state.more
