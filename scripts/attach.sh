@@ -13,7 +13,7 @@
 #                  (default: latest)
 #
 #   --log-dir DIR  directory with the run directories (default: logs)
-#   --python PATH  Python that runs this program (default: as that of the ranks)
+#   --python PATH  Python that runs this program (default: chosen as for ranks)
 #   --help         show this help
 #
 # It shows what the launcher of the run shows, in another terminal or after

@@ -13,7 +13,7 @@
 #   OPTION...      options of the launcher, in place of those that are recorded
 #
 #   --log-dir DIR  directory with the run directories (default: logs)
-#   --python PATH  Python that runs this program (default: as that of the ranks)
+#   --python PATH  Python that runs this program (default: chosen as for ranks)
 #   --dry-run      print the command, run nothing
 #   --help         show this help
 #

@@ -434,8 +434,10 @@ class Membership:
 
     def _ranks_of(self, rank: int) -> range:
         """The ranks that another node can have. Only the first node knows how many each node has."""
-        if self._coordinator or not self.ranks:
-            return self._coordinator.ranks.get(rank, range(0)) if self._coordinator else range(0)
+        if self._coordinator:
+            return self._coordinator.ranks.get(rank, range(0))
+        if not self.ranks:
+            return range(0)
         end = self.ranks.first + int(self._facts.get("ranks", "1"))
         return range(self.ranks.first) if rank < self.rank else range(end, self.ranks.total)
 

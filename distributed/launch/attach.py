@@ -130,8 +130,8 @@ class Attached:
         return bool(news)
 
     def _add(self, node: RunNode) -> tuple[Tail, ShownRanks, Console]:
-        options = dict(one for one in (self._run.call.options if self._run.call else ()) if len(one) == 2)
-        shown = ShownRanks(choice(options.get("--console-rank", "auto"), self._run.nodes[-1]))
+        chosen = self._run.call.value("--console-rank", "auto") if self._run.call else "auto"
+        shown = ShownRanks(choice(chosen, self._run.nodes[-1]))
         self._nodes[node.node] = Tail(), shown, Console(ranks=shown.ranks)
         return self._nodes[node.node]
 

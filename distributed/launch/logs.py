@@ -25,7 +25,7 @@ from distributed.exit_codes import UNFIT, WRONG_CALL
 from distributed.files import file_time
 from distributed.host.replies import Reply
 from distributed.launch.output_lines import Lines, rank_of
-from distributed.launch.shown_ranks import ShownRanks
+from distributed.launch.shown_ranks import ShownRanks, choice
 from distributed.records import integer, mapping, number
 from distributed.runs.lookup import IN_JOB, REMOTE, RUNNING, Run, RunLookupError, RunNode, read
 from distributed.runs.query import JobWithoutRun, RunQuery, find_run, parser_of
@@ -232,16 +232,12 @@ def chosen_ranks(run: Run, rank: str, node: str) -> set[int] | None:
         raise TransportError(WRONG_CALL, f"--rank: expected the number of a rank or all, got '{rank}'")
     if rank == ALL or node:
         return None
-    command = " ".join(run.command).partition(" -- ")[0]
-    chosen = (re.findall(r"--console-rank[= ](\w+)", command) or ["auto"])[-1]
-    last = run.nodes[-1].first_rank + run.nodes[-1].processes - 1
-    if chosen == "auto":
-        shown = ShownRanks(f"auto:{last}" if run.nodes[-1].processes > 1 else "0", 0.0)
-        log = Path(attempts.newest(run.directory), f"node_{run.nodes[-1].node}.log")
-        with contextlib.suppress(OSError), open(log, "rb", opener=regular_file) as file:
-            shown.look(file.read(SEARCHED))
-        return shown.ranks
-    return {last if chosen == "last" else int(chosen)}
+    chosen = run.call.value("--console-rank", "auto") if run.call else "auto"
+    shown = ShownRanks(choice(chosen, run.nodes[-1]), 0.0)
+    log = Path(attempts.newest(run.directory), f"node_{run.nodes[-1].node}.log")
+    with contextlib.suppress(OSError), open(log, "rb", opener=regular_file) as file:
+        shown.look(file.read(SEARCHED))
+    return shown.ranks
 
 
 def parse_since(text: str, now: float) -> float | None:

@@ -35,6 +35,10 @@ class Call:
         """The same call of the program of this Muster, which may have moved."""
         return [f"{KIT}/scripts/{self.program[0].rpartition('/scripts/')[2]}", *self.words[1:]]
 
+    def value(self, name: str, default: str) -> str:
+        """The value of an option."""
+        return dict(one for one in self.options if len(one) == 2).get(name, default)
+
     def masked(self) -> Call:
         """Without the values of SECRETS; the names of variables stay."""
         return replace(self, options=tuple(map(_masked, self.options)))

@@ -2,8 +2,8 @@
 
 RUN is a run directory, its name or a unique beginning of it, or the number of its SLURM job; the index leads to runs
 that were started in other directories. All other facts are in run.json, so any machine that shares the directory can
-find the run. The programs that use them run its Python and stop its processes, so
-a directory that another user owns or can write to is refused.
+find the run. The programs that use them run its Python and stop its processes, so a directory that another user owns or
+can write to is refused.
 """
 
 from __future__ import annotations

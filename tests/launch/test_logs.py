@@ -85,9 +85,10 @@ def test_a_wrong_choice_is_refused(run: Path) -> None:
     assert "--since: expected a duration such as 10m, HH:MM or attempt, got 'soon'" in refused(run, "--since", "soon")
 
 
-@pytest.mark.parametrize("option", [["--console-rank", "3"], ["--console-rank=last"]])
+@pytest.mark.parametrize("option", [["--console-rank", "3"], ["--console-rank", "last"]])
 def test_the_rank_of_the_console_is_the_default(tmp_path: Path, option: list[str]) -> None:
-    made = new_run(tmp_path, command=["launch.sh", *option, "t.py", "--", "--console-rank", "1"])
+    rest = ["t.py", "--", "--console-rank", "1"]
+    made = new_run(tmp_path, command=["launch.sh", *option, *rest], options=[option], rest=rest)
     write(made, "n2", "[n2:2] two\n[n2:3] three\n")
     assert printed(made) == "three\n"
 

@@ -75,7 +75,7 @@ def test_a_launcher_writes_the_report_again_once_it_exists(tmp_path: Path, monke
     launch.update_report()
     for _ in range(3):
         loop.wait()
-    assert not page.exists() and not launch.report, "nobody has called report.sh"
+    assert not page.exists() and not launch.report, "report.sh was not called"
     page.write_text("old")
     while page.read_text() == "old":
         loop.wait()
